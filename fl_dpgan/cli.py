@@ -1,0 +1,217 @@
+"""The command line: `fl-dpgan simulate`, `generate`, `budget` and `evaluate`."""
+
+import json
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fl_dpgan import __version__
+from fl_dpgan.errors import FlDpganError, RunFolderError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+console = Console()
+
+DataDir = Annotated[Path | None, typer.Option("--data-dir", envvar="FL_DPGAN_DATA", help="Where the data files are.")]
+RunPath = Annotated[Path, typer.Argument(help="A run's folder.")]
+
+
+def main() -> None:
+    """Entry point: prints a typed error on one line and exits with 2."""
+    warnings.filterwarnings("ignore")  # our dependencies' warnings are not for users
+    try:
+        app()
+    except FlDpganError as error:
+        Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+        sys.exit(2)
+
+
+def _version(shown: bool) -> None:
+    if shown:
+        console.print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Train one image generator together, under record-level differential privacy."""
+
+
+@app.command()
+def simulate(
+    scenario: Annotated[str, typer.Argument(help="A shipped scenario's name, or a .toml file.")] = "digits",
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; may be repeated.")] = None,
+    data_dir: DataDir = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The run's folder; runs/SCENARIO when left out.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    download: Annotated[bool, typer.Option("--download", help="Fetch the data into --data-dir first.")] = False,
+) -> None:
+    """Run a federation on this machine, and show what each site has spent."""
+    from fl_dpgan.config import load_scenario
+    from fl_dpgan.data import load
+    from fl_dpgan.federation.simulation import Job
+    from fl_dpgan.runs import RunFolder
+
+    out = (out or Path("runs") / Path(scenario).stem).absolute()
+    data_dir = data_dir.absolute() if data_dir else None
+    if resume:
+        if overrides:
+            raise RunFolderError("--set cannot change a run that is resumed; leave it out, or start a new run")
+        folder = RunFolder.open(out)
+    else:
+        settings = load_scenario(scenario, overrides or ())
+        if download:
+            model = settings.model
+            load(settings.data.source, split="train", size=model.size, channels=model.channels, data_dir=data_dir,
+                 download=True)  # fmt: skip
+        _check(settings, data_dir)
+        folder = RunFolder.create(out, settings)
+    _run(folder, Job(out, data_dir))
+    _finish(folder)
+
+
+@app.command()
+def generate(
+    run: RunPath,
+    out: Annotated[Path, typer.Option("--out", help="A new folder.")],
+    count: Annotated[int, typer.Option("--count", min=1, max=10_000_000, help="Number of images.")] = 1000,
+    labels: Annotated[
+        str | None, typer.Option("--labels", help="Classes to draw, as in 0,3,7; all if left out.")
+    ] = None,
+    npz: Annotated[bool, typer.Option("--npz", help="One NPZ file in place of PNG files.")] = False,
+) -> None:
+    """Draw synthetic images from a run's generator, with a card that states the guarantee."""
+    from fl_dpgan.report.synthetic import write_images
+    from fl_dpgan.runs import RunFolder
+
+    try:
+        chosen = None if labels is None else [int(label) for label in labels.split(",")]
+    except ValueError as error:
+        raise RunFolderError(f"--labels {labels!r} is not a list of numbers such as 0,3,7") from error
+    write_images(RunFolder.open(run), count, out, labels=chosen, as_npz=npz)
+    console.print(f"{count} images and card.json written to {out}")
+
+
+@app.command()
+def budget(run: RunPath, as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
+    """Show what each site has spent, recomputed from its ledger."""
+    from fl_dpgan.report.budgets import budget_row, budget_table
+    from fl_dpgan.runs import RunFolder
+
+    rows = [budget_row(path) for path in RunFolder.open(run).ledgers]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    else:
+        console.print(budget_table(rows))
+
+
+@app.command()
+def evaluate(run: RunPath, data_dir: DataDir = None) -> None:
+    """Train a CNN on synthetic images only, and print its accuracy on real held-out ones."""
+    import torch
+    from rich.progress import Progress
+
+    from fl_dpgan.data import load, to_tensor
+    from fl_dpgan.evaluation.utility import accuracy, train_classifier
+    from fl_dpgan.report.synthetic import draw, run_generator
+    from fl_dpgan.runs import RunFolder, write_atomically
+
+    folder = RunFolder.open(run)
+    scenario = folder.scenario
+    model, settings = scenario.model, scenario.evaluation
+    generator, last_round = run_generator(folder)
+    test = load(scenario.data.source, split="test", size=model.size, channels=model.channels, data_dir=data_dir)
+    labels = torch.arange(settings.images) % model.num_classes
+    images = draw(generator, labels, seed=scenario.seed + 2)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("CNN on synthetic images", total=settings.epochs)
+        cnn = train_classifier(
+            images, labels, model.num_classes, epochs=settings.epochs, seed=scenario.seed,
+            on_epoch=lambda: progress.advance(task),
+        )  # fmt: skip
+    share = accuracy(cnn, to_tensor(test.images), torch.from_numpy(test.labels))
+    result = {
+        "cnn_accuracy": share,
+        "round": last_round,
+        "synthetic_images": settings.images,
+        "real_test_images": len(test),
+    }
+    write_atomically(run / "evaluation.json", (json.dumps(result, indent=2) + "\n").encode())
+    console.print(
+        f"CNN accuracy on {len(test)} real held-out images: {share:.4f} "
+        f"(round {last_round}, trained on {settings.images} synthetic images for {settings.epochs} epochs)"
+    )
+
+
+def _check(scenario: Any, data_dir: Path | None) -> None:
+    """Refuse data and plans that cannot work before a folder is made for them."""
+    from fl_dpgan.federation.simulation import split_data
+
+    for index in range(scenario.federation.sites):
+        scenario.site_plan(scenario.declared_size(index))
+    split_data(scenario, data_dir)
+
+
+def _run(folder: Any, job: Any) -> None:
+    """Run the federation with a progress line; an interrupt ends every process at once and loses nothing."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from fl_dpgan.federation.simulation import simulate as run_simulation
+
+    columns = (
+        TextColumn("round"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("epsilon 0", total=folder.scenario.training.rounds)
+
+        def on_round(record: dict[str, Any]) -> None:
+            if "stopped" in record:
+                progress.console.print(f"stopped before round {record['round']}: {record['stopped']}")
+                return
+            for name, site in record["sites"].items():
+                if site["status"] != "trained":
+                    progress.console.print(
+                        f"round {record['round']}: {name} {site['status']}: {site.get('reason', '')}"
+                    )
+            spent = f"epsilon {record['epsilon_min']:.3f} to {record['epsilon_max']:.3f}"
+            progress.update(task, completed=record["round"], description=spent)
+
+        def interrupted(signum: int, frame: object) -> None:
+            import ray
+
+            progress.stop()
+            ray.shutdown()
+            console.print(f"interrupted; continue with: fl-dpgan simulate --resume --out {folder.path}", soft_wrap=True)
+            os._exit(128 + signum)  # the server's thread would wait for answers; all that counts is on disk already
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, interrupted)
+        run_simulation(job, on_round)
+
+
+def _finish(folder: Any) -> None:
+    from fl_dpgan.report.budgets import budget_row, budget_table
+    from fl_dpgan.report.synthetic import run_generator, sample_grid
+    from fl_dpgan.runs import write_atomically
+
+    generator, last_round = run_generator(folder)
+    sample_grid(generator, folder.scenario).save(folder.path / "samples.png")
+    rows = [budget_row(path) for path in folder.ledgers]
+    write_atomically(folder.path / "budgets.json", (json.dumps(rows, indent=2) + "\n").encode())
+    console.print(budget_table(rows))
+    console.print(f"{last_round} rounds done; images in {folder.path / 'samples.png'}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""The run's plan and its scenario: one typed description, read from a TOML file, that refuses unknown keys."""
+
+import tomllib
+from collections.abc import Iterable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fl_dpgan.errors import ConfigError
+from fl_dpgan.privacy.plan import PrivacyConfig, SitePlan
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TrainingConfig(_Section):
+    """Rounds and optimisers. `d_steps` at each site and `g_steps` at the server make one round."""
+
+    rounds: int = Field(30, ge=1, le=10**6)
+    d_steps: int = Field(5, ge=1, le=100_000)
+    g_steps: int = Field(30, ge=1, le=100_000)
+    d_learning_rate: float = Field(5e-4, gt=0, le=1)
+    g_learning_rate: float = Field(5e-4, gt=0, le=1)
+    g_batch_size: int = Field(64, ge=2, le=100_000)
+    ema_decay: float = Field(0.99, ge=0, lt=1)
+
+
+class FederationConfig(_Section):
+    """Who must take part, and how long the server waits (seconds) for a round's answers."""
+
+    sites: int = Field(3, ge=1, le=100_000)
+    quorum: int = Field(2, ge=1)
+    round_timeout: float = Field(600.0, gt=0)
+
+    @model_validator(mode="after")
+    def _reachable(self) -> "FederationConfig":
+        if self.quorum > self.sites:
+            raise ValueError(f"quorum = {self.quorum} is more than sites = {self.sites}; lower federation.quorum")
+        return self
+
+
+class Plan(_Section):
+    """What a strategy needs to know of a run. A `Scenario` is a plan with data and networks."""
+
+    seed: int = Field(0, ge=0, lt=2**31)
+    privacy: PrivacyConfig = PrivacyConfig()
+    training: TrainingConfig = TrainingConfig()
+    federation: FederationConfig = FederationConfig()
+
+    def site_plan(self, declared_size: int) -> SitePlan:
+        """The constants of a site of this declared size.
+
+        Raises:
+            ConfigError: the batch is larger than the site, delta is too large for it, or no noise fits.
+        """
+        with_size = {"d_steps": self.training.d_steps, "rounds": self.training.rounds}
+        try:
+            return SitePlan.derive(self.privacy, declared_size=declared_size, **with_size)
+        except ValidationError as error:
+            raise ConfigError(one_line(error)) from error
+
+
+class DataConfig(_Section):
+    """Which images, and how they are split over the sites (flwr-datasets' partitioners)."""
+
+    source: str = "digits"
+    partition: Literal["iid", "dirichlet", "size", "pathological"] = "iid"
+    alpha: float | None = Field(None, gt=0)
+    sizes: tuple[int, ...] | None = None
+    classes_per_site: int | None = Field(None, ge=1)
+    declared_size: int | tuple[int, ...] = 479
+    allow_missing_classes: bool = False
+
+
+class ModelConfig(_Section):
+    """The networks' sizes."""
+
+    size: Literal[28, 32, 64] = 28
+    channels: Literal[1, 3] = 1
+    num_classes: int = Field(10, ge=1, le=100_000)
+    latent_dim: int = Field(64, ge=1, le=4096)
+    g_width: int = Field(32, ge=1, le=1024)
+    d_width: int = Field(16, ge=1, le=1024)
+
+
+class SimulationConfig(_Section):
+    """What a simulated site takes of the machine, and per-site budgets where they differ from the run's share."""
+
+    gpu_fraction: float = Field(0.25, ge=0, le=1)
+    eps_max: tuple[float, ...] | None = None
+
+
+class EvaluationConfig(_Section):
+    """The CNN that is trained on synthetic images only and tested on real ones."""
+
+    images: int = Field(10_000, ge=100, le=1_000_000)
+    epochs: int = Field(5, ge=1, le=1000)
+
+
+class Scenario(Plan):
+    """A simulation: a plan, its data, its networks and how it is evaluated."""
+
+    name: str = Field("custom", pattern=r"^[a-z0-9][a-z0-9-]*$")
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    simulation: SimulationConfig = SimulationConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @model_validator(mode="after")
+    def _one_value_per_site(self) -> "Scenario":
+        for key, value in (
+            ("data.declared_size", self.data.declared_size),
+            ("simulation.eps_max", self.simulation.eps_max),
+        ):
+            if isinstance(value, tuple) and len(value) != self.federation.sites:
+                raise ValueError(
+                    f"{key} lists {len(value)} values for {self.federation.sites} sites; give one per site"
+                )
+        return self
+
+    def declared_size(self, site: int) -> int:
+        """N^ of the site with this index."""
+        size = self.data.declared_size
+        return size[site] if isinstance(size, tuple) else size
+
+    def budget(self, site: int) -> float:
+        """eps_max of the site's ledger: what the whole run is planned to cost, unless the scenario says otherwise."""
+        return self.simulation.eps_max[site] if self.simulation.eps_max else self.privacy.eps_max
+
+
+def scenario_folder() -> Path:
+    """Where the shipped scenarios are: in the wheel beside this module, in a checkout under `simulations/`."""
+    package = Path(str(files("fl_dpgan")))
+    inside = package / "scenarios"
+    return inside if inside.is_dir() else package.parent / "simulations" / "scenarios"
+
+
+def load_scenario(name_or_path: str, overrides: Iterable[str] = ()) -> Scenario:
+    """Read a shipped scenario by name, or a TOML file, and apply overrides of the form `section.key=value`.
+
+    Raises:
+        ConfigError: no such scenario, not TOML, an unknown key, or a value out of its range.
+    """
+    path = Path(name_or_path) if name_or_path.endswith(".toml") else scenario_folder() / f"{name_or_path}.toml"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in scenario_folder().glob("*.toml")))
+        raise ConfigError(f"no scenario {name_or_path!r}; choose one of {known}, or give a .toml file")
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply(raw, override)
+    return parse_scenario(raw)
+
+
+def parse_scenario(raw: dict[str, Any]) -> Scenario:
+    """Validate a scenario's tables.
+
+    Raises:
+        ConfigError: an unknown key or a value out of its range.
+    """
+    try:
+        return Scenario.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(one_line(error)) from error
+
+
+def one_line(error: ValidationError) -> str:
+    """A validation error's first problem, as `where: what`."""
+    problem = error.errors()[0]
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {where!r}; remove it or correct its name"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    value = problem["input"]
+    shown = f" (got {value!r})" if isinstance(value, int | float | str) else ""
+    return f"{where}: {message}{shown}" if where else message
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError(f"--set {override!r} is not of the form section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    *sections, last = key.strip().split(".")
+    table = raw
+    for section in sections:
+        inner = table.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {override!r}: {section!r} is a value, not a section")
+        table = inner
+    table[last] = value

@@ -1,0 +1,217 @@
+"""Reads the on-disk image formats (IDX, MedMNIST NPZ, class folders) and checks them before trusting them.
+
+No reader allocates what a header claims before that many bytes have arrived, and none unpickles.
+"""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import math
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from fl_dpgan.errors import DataError
+
+_CHUNK = 1 << 20
+_MAX_CLASSES = 1000
+_IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg"}
+# What the standard library raises for a damaged compressed stream.
+_BROKEN_STREAM = (OSError, EOFError, zlib.error, lzma.LZMAError)
+_GET_AGAIN = "fetch or copy the file again"
+
+
+class _Stream(Protocol):
+    """A binary stream, compressed or not."""
+
+    def read(self, size: int, /) -> bytes:
+        """Read up to `size` bytes."""
+
+
+@dataclass(frozen=True)
+class RawImages:
+    """Records as stored: `images` yields one uint8 (H, W) or (H, W, 3) array for each of the int64 (N,) `labels`."""
+
+    images: Iterable[NDArray[np.uint8]]
+    labels: NDArray[np.int64]
+    classes: tuple[str, ...]
+
+
+def bad(where: Path | str, what: str, remedy: str) -> DataError:
+    """Build the one-line error: where it is, what is wrong, what to do."""
+    return DataError(" ".join(f"{where}: {what}; {remedy}".split()))
+
+
+def read_idx_pair(images_path: Path, labels_path: Path, classes: tuple[str, ...]) -> RawImages:
+    """Read an IDX image file and its label file (`.gz` or plain); DataError where they are damaged or disagree."""
+    images = _read_idx(images_path, dims=3)
+    labels = _read_idx(labels_path, dims=1)
+    return RawImages(images, _check_labels(labels, len(images), len(classes), labels_path), classes)
+
+
+def _read_idx(path: Path, dims: int) -> NDArray[np.uint8]:
+    """Read one unsigned-byte IDX file of `dims` dimensions."""
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+            header = _read_at_most(stream, 4 + 4 * dims)
+            magic = int.from_bytes(header[:4], "big")
+            if magic != 0x0800 + dims:
+                raise bad(path, f"IDX magic is 0x{magic:08x}, expected 0x{0x0800 + dims:08x}", "check which file it is")
+            if len(header) < 4 + 4 * dims:
+                raise bad(path, f"the IDX header ends after {len(header)} bytes", _GET_AGAIN)
+            shape = tuple(int.from_bytes(header[i : i + 4], "big") for i in range(4, len(header), 4))
+            if 0 in shape:
+                raise bad(path, f"the header claims shape {shape}, so it holds no record", "use a file with records")
+            return np.frombuffer(_read_exactly(stream, math.prod(shape), path), np.uint8).reshape(shape)
+    except _BROKEN_STREAM as error:
+        raise bad(path, f"cannot be read ({error})", _GET_AGAIN) from error
+
+
+def _read_at_most(stream: _Stream, count: int) -> bytearray:
+    """Read up to `count` bytes, a chunk at a time: `read(count)` would allocate `count` bytes at once."""
+    data = bytearray()
+    while len(data) < count and (chunk := stream.read(min(_CHUNK, count - len(data)))):
+        data += chunk
+    return data
+
+
+def _read_exactly(stream: _Stream, count: int, where: Path | str) -> bytearray:
+    """Read the `count` bytes that a header claims; DataError when the file holds fewer or more."""
+    data = _read_at_most(stream, count)
+    if len(data) < count:
+        raise bad(where, f"the header claims {count} bytes of data, the file holds {len(data)}", _GET_AGAIN)
+    if stream.read(1):
+        raise bad(where, f"holds more than the {count} bytes of data that its header claims", _GET_AGAIN)
+    return data
+
+
+def read_npz(path: Path, split: str, classes: tuple[str, ...] | None) -> RawImages:
+    """Read `{split}_images` and `{split}_labels` of a MedMNIST-style NPZ file.
+
+    Images are (N, H, W), (N, H, W, 1) or (N, H, W, 3) with whole values 0..255; labels are integers (N,) or (N, 1).
+    With `classes` None, the classes are "0".."K-1" with K from the labels of both splits, so that they agree.
+    Raises DataError for a file that is damaged, incomplete, holds objects, or has values outside these ranges.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            images = _as_pixels(_read_member(archive, f"{split}_images", path), path, f"{split}_images")
+            labels = _read_member(archive, f"{split}_labels", path)
+            if classes is None:
+                both = [_read_member(archive, f"{name}_labels", path) for name in ("train", "test")]
+                top = max(0, *(int(one.max()) if one.size and one.dtype.kind in "ui" else 0 for one in both))
+                classes = tuple(str(i) for i in range(min(top + 1, _MAX_CLASSES)))
+    except (*_BROKEN_STREAM, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+        raise bad(path, f"is not a readable NPZ (zip) file ({error})", _GET_AGAIN) from error
+    return RawImages(images, _check_labels(labels, len(images), len(classes), f"{path}[{split}_labels]"), classes)
+
+
+def _read_member(archive: zipfile.ZipFile, key: str, path: Path) -> NDArray[Any]:
+    """Read one numeric array of an NPZ file; `np.load` would allocate the claimed shape before reading any of it."""
+    where = f"{path}[{key}]"
+    if f"{key}.npy" not in archive.namelist():
+        held = ", ".join(sorted(name.removesuffix(".npy") for name in archive.namelist())[:8]) or "nothing"
+        raise bad(path, f"has no array {key!r} (it holds {held})", "use the MedMNIST layout of keys")
+    with archive.open(f"{key}.npy") as stream:
+        try:
+            read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[npy.read_magic(stream)]
+            shape, fortran, dtype = read_header(stream)
+            if any(length < 0 for length in shape):
+                raise ValueError(f"negative shape {shape}")
+        except (ValueError, KeyError) as error:
+            raise bad(where, f"is not a NumPy array ({error})", _GET_AGAIN) from error
+        if dtype.kind not in "uif":
+            raise bad(where, f"has dtype {dtype}, objects and non-numbers are refused", "save it as uint8 or integers")
+        data = _read_exactly(stream, math.prod(shape) * dtype.itemsize, where)
+    return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
+
+
+def _as_pixels(values: NDArray[Any], path: Path, key: str) -> NDArray[np.uint8]:
+    """Check that `values` are images of whole values 0..255 and return them as uint8 (N, H, W) or (N, H, W, 3)."""
+    where = f"{path}[{key}]"
+    if values.ndim == 4 and values.shape[3] == 1:
+        values = values[..., 0]
+    if values.ndim != 3 and not (values.ndim == 4 and values.shape[3] == 3):
+        raise bad(where, f"has shape {values.shape}", "give (N, H, W), (N, H, W, 1) or (N, H, W, 3)")
+    if 0 in values.shape:
+        raise bad(where, f"has shape {values.shape}, so it holds no image", "give at least one image")
+    if values.dtype != np.uint8:
+        # NaN fails every comparison, so it lands here with the values out of range. Fractions are refused because
+        # images scaled to 0..1 would otherwise turn black without a word.
+        wrong = ~((values >= 0) & (values <= 255) & (values == np.floor(values)))
+        if wrong.any():
+            raise bad(where, f"has pixel value {values[wrong][0]}", "give whole values 0..255, best as uint8")
+    return values.astype(np.uint8, copy=False)
+
+
+def _check_labels(labels: NDArray[Any], count: int, num_classes: int, where: Path | str) -> NDArray[np.int64]:
+    """Return labels as int64 (N,); DataError unless they are `count` integers in 0..num_classes-1."""
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.ndim != 1 or labels.dtype.kind not in "ui":
+        raise bad(where, f"labels have shape {labels.shape}, dtype {labels.dtype}", "give one integer per image")
+    if len(labels) != count:
+        raise bad(where, f"holds {len(labels)} labels for {count} images", "use files of the same split")
+    if count == 0:
+        raise bad(where, "holds no record", "use a file with at least one record")
+    wrong = (labels < 0) | (labels >= num_classes)
+    if wrong.any():
+        raise bad(where, f"label {labels[wrong][0]} is outside 0..{num_classes - 1}", "number the classes from 0")
+    return labels.astype(np.int64)
+
+
+def read_folder(root: Path, split: str) -> RawImages:
+    """List `root/split/class_name/*.png|jpg|jpeg`; the classes are the sorted folder names of `root/train`.
+
+    Images are decoded one at a time as they are iterated, so that large originals are never all in memory.
+    Raises DataError for a missing or empty folder, a class that the train folder lacks, or an unreadable image.
+    """
+    classes = _class_folders(root / "train")
+    if extra := sorted(set(_class_folders(root / split)) - set(classes)):
+        raise bad(root / split / extra[0], "is a class that the train folder lacks", "add it there or remove it")
+    files: list[Path] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        folder = root / split / name
+        if not folder.is_dir():
+            raise bad(folder, "the class folder is missing", "create it with at least one PNG or JPEG image")
+        found = sorted(path for path in folder.iterdir() if path.suffix.lower() in _IMAGE_SUFFIXES)
+        if not found:
+            raise bad(folder, "the class folder holds no PNG or JPEG image", "add images or remove the class")
+        files += found
+        labels += [label] * len(found)
+    return RawImages(_decode_all(files), np.array(labels, np.int64), classes)
+
+
+def _class_folders(folder: Path) -> tuple[str, ...]:
+    """Return the sorted names of the class folders in `folder`."""
+    if not folder.is_dir():
+        raise bad(folder, "the folder is missing", "lay the images out as train/CLASS/*.png and test/CLASS/*.png")
+    names = tuple(sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")))
+    if not names:
+        raise bad(folder, "holds no class folder", "lay the images out as train/CLASS/*.png and test/CLASS/*.png")
+    return names
+
+
+def _decode_all(files: list[Path]) -> Iterator[NDArray[np.uint8]]:
+    """Decode each file to uint8 (H, W) or (H, W, 3)."""
+    from PIL import Image
+
+    for path in files:
+        try:
+            with Image.open(path) as image:
+                mode = image.mode
+                # Pillow clips deeper pixels to 255 when it converts them, which would wipe a 16-bit radiograph out.
+                if not mode.startswith(("I", "F")):
+                    yield np.asarray(image.convert("L" if mode in {"1", "L", "LA"} else "RGB"), np.uint8)
+                    continue
+        except (OSError, ValueError, SyntaxError, zlib.error, Image.DecompressionBombError) as error:
+            raise bad(path, f"is not a readable image ({error})", "replace or remove the file") from error
+        raise bad(path, f"has pixels deeper than 8 bits (mode {mode})", "convert it to 8 bits with a fixed window")

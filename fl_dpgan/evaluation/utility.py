@@ -1,0 +1,52 @@
+"""Utility: the accuracy on real images of a CNN trained on synthetic ones only, for a fixed number of epochs."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+
+def classifier(channels: int, size: int, num_classes: int) -> nn.Module:
+    """A small CNN: two convolutions of 32 and 64 channels, each halved by max pooling, and one hidden layer of 128."""
+    return nn.Sequential(
+        nn.Conv2d(channels, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(64 * (size // 4) ** 2, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, num_classes),
+    )  # fmt: skip
+
+
+def train_classifier(
+    images: Tensor,
+    labels: Tensor,
+    num_classes: int,
+    *,
+    epochs: int,
+    seed: int,
+    on_epoch: Callable[[], None] = lambda: None,
+) -> nn.Module:
+    """Train the CNN with Adam (1e-3, batches of 128). The length is fixed: no epoch is chosen by looking at test data.
+
+    Args:
+        images: (n, channels, size, size) in [-1, 1]. labels: (n,).
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = classifier(images.shape[1], images.shape[2], num_classes).train()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        for _ in range(epochs):
+            for batch in torch.randperm(len(labels)).split(128):
+                optimizer.zero_grad(set_to_none=True)
+                cross_entropy(model(images[batch]), labels[batch]).backward()
+                optimizer.step()
+            on_epoch()
+    return model.eval()
+
+
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Share of correctly classified images, in [0, 1]."""
+    with torch.no_grad():
+        hits = sum(
+            int((model(x).argmax(1) == y).sum()) for x, y in zip(images.split(1000), labels.split(1000), strict=True)
+        )
+    return hits / len(labels)

@@ -1,0 +1,85 @@
+"""The conditional DCGAN: a generator with batch norm, and a discriminator in which no sample touches another.
+
+Radford et al., arXiv 1511.06434, with one deliberate difference: the discriminator has no batch norm, since batch norm
+mixes the samples of a batch and so voids per-sample clipping.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fl_dpgan.errors import ConfigError
+
+ImageSize = Literal[28, 32, 64]
+
+#: side of the smallest feature map, and the number of doublings from it to the image
+_PYRAMID: dict[int, tuple[int, int]] = {28: (7, 2), 32: (8, 2), 64: (8, 3)}
+
+
+def _pyramid(size: int) -> tuple[int, int]:
+    if size not in _PYRAMID:
+        raise ConfigError(f"image size {size} is not supported; choose one of {sorted(_PYRAMID)}")
+    return _PYRAMID[size]
+
+
+class Generator(nn.Module):
+    """Maps a latent vector and a label to an image in [-1, 1].
+
+    Args:
+        size: side of the image in pixels (28, 32 or 64).
+        channels: 1 (grey) or 3 (RGB).
+        num_classes: number of labels, at least 1.
+        latent_dim: length of z.
+        width: channels of the last hidden feature map; each level below it has twice as many.
+    """
+
+    def __init__(self, *, size: int, channels: int, num_classes: int, latent_dim: int = 64, width: int = 32) -> None:
+        super().__init__()
+        side, doublings = _pyramid(size)
+        self.latent_dim, self.num_classes = latent_dim, num_classes
+        top = width * 2 ** (doublings - 1)
+        self.project = nn.Sequential(
+            nn.Linear(latent_dim + num_classes, top * side * side, bias=False),
+            nn.Unflatten(1, (top, side, side)),
+            nn.BatchNorm2d(top),
+            nn.ReLU(),
+        )
+        layers: list[nn.Module] = []
+        for level in range(doublings - 1):
+            fan_in, fan_out = top // 2**level, top // 2 ** (level + 1)
+            layers += [nn.ConvTranspose2d(fan_in, fan_out, 4, 2, 1, bias=False), nn.BatchNorm2d(fan_out), nn.ReLU()]
+        layers += [nn.ConvTranspose2d(width, channels, 4, 2, 1), nn.Tanh()]
+        self.upsample = nn.Sequential(*layers)
+
+    def forward(self, z: Tensor, labels: Tensor) -> Tensor:
+        """(n, latent_dim) and (n,) to (n, channels, size, size)."""
+        onehot = nn.functional.one_hot(labels, self.num_classes).to(z.dtype)
+        images: Tensor = self.upsample(self.project(torch.cat([z, onehot], dim=1)))
+        return images
+
+
+class Discriminator(nn.Module):
+    """Scores an image under a label: one logit per sample, from strided convolutions and one output per class.
+
+    Args:
+        size, channels, num_classes: as for `Generator`.
+        width: channels of the first feature map; each further level has twice as many.
+    """
+
+    def __init__(self, *, size: int, channels: int, num_classes: int, width: int = 16) -> None:
+        super().__init__()
+        side, halvings = _pyramid(size)
+        layers: list[nn.Module] = []
+        fan_in = channels
+        for level in range(halvings):
+            fan_out = width * 2**level
+            layers += [nn.Conv2d(fan_in, fan_out, 4, 2, 1), nn.LeakyReLU(0.2)]
+            fan_in = fan_out
+        self.features = nn.Sequential(*layers, nn.Flatten())
+        self.head = nn.Linear(fan_in * side * side, num_classes)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """(n, channels, size, size) in [-1, 1] and (n,) to logits (n,)."""
+        logits: Tensor = self.head(self.features(images))
+        return logits.gather(1, labels.unsqueeze(1)).squeeze(1)

@@ -1,0 +1,76 @@
+"""Per-sample gradients through Opacus, and their clipped sum: the quantity whose sensitivity is C."""
+
+from collections.abc import Sequence
+
+import torch
+from opacus.grad_sample import GradSampleModule
+from torch import Tensor, nn
+
+from fl_dpgan.errors import ConfigError
+
+
+def check_separable(discriminator: nn.Module, images: Tensor, labels: Tensor) -> None:
+    """Refuse a discriminator in which the output for one sample depends on another.
+
+    Args:
+        images: (n, channels, size, size) public probes, n >= 2. labels: (n,).
+
+    Raises:
+        ConfigError: it mixes samples (batch norm, say), so clipping each sample would not bound its influence.
+    """
+    mixing = [
+        name for name, module in discriminator.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)
+    ]
+    with torch.no_grad():
+        training = discriminator.training
+        state = {key: value.clone() for key, value in discriminator.state_dict().items()}
+        discriminator.train()
+        torch.manual_seed(0)
+        first = discriminator(images, labels)[0]
+        changed = images.clone()
+        changed[1:] = -3 * changed[1:] + 1
+        torch.manual_seed(0)
+        second = discriminator(changed, labels)[0]
+        discriminator.load_state_dict(state)
+        discriminator.train(training)
+    if mixing or not torch.allclose(first, second, rtol=1e-4, atol=1e-5):
+        layers = f" (layers {', '.join(mixing)})" if mixing else ""
+        raise ConfigError(
+            f"the discriminator's output for one sample depends on another{layers}; "
+            "replace batch norm by group norm, or leave it out"
+        )
+
+
+def per_sample(module: nn.Module) -> GradSampleModule:
+    """Wrap a discriminator so that a backward pass of a summed loss leaves `grad_sample` (n, *shape) on its parameters.
+
+    Raises:
+        ConfigError: Opacus has no per-sample gradient for one of its layers.
+    """
+    try:
+        return GradSampleModule(module, loss_reduction="sum", strict=True)
+    except (NotImplementedError, ValueError) as error:
+        raise ConfigError(f"the discriminator cannot be trained privately: {str(error).splitlines()[0]}") from error
+
+
+def clipped_sum(grad_samples: Sequence[Tensor], clipping_norm: float) -> list[Tensor]:
+    """Clip each sample's gradient, over all parameters together, to L2 norm at most C, and add them up.
+
+    A sample whose gradient is not finite counts as zero: whether and how a site answers must not depend on a record.
+    Norms are taken in double precision, so a large but finite gradient does not overflow.
+
+    Args:
+        grad_samples: one (n, *shape) tensor per parameter. clipping_norm: C > 0.
+
+    Returns:
+        One (*shape) tensor per parameter.
+    """
+    per_parameter = [torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64) for g in grad_samples]
+    norms = torch.linalg.vector_norm(torch.stack(per_parameter), dim=0)  # (n,)
+    finite = torch.isfinite(norms)
+    factors = torch.where(finite, clipping_norm / norms.clamp(min=clipping_norm), 0.0)
+    sums = []
+    for g in grad_samples:
+        clean = torch.where(finite.view(-1, *[1] * (g.dim() - 1)), g, 0.0)  # 0 times infinity would be NaN
+        sums.append(torch.einsum("n,n...->...", factors.to(g.dtype), clean))
+    return sums

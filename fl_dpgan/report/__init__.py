@@ -1,0 +1,1 @@
+"""What a run shows of itself: budgets, samples, synthetic data sets with their card."""

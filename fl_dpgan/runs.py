@@ -1,0 +1,138 @@
+"""A run's folder: the scenario as used, the checkpoint, the round log, and what was made of them."""
+
+import json
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from fl_dpgan.config import Scenario, parse_scenario
+from fl_dpgan.errors import RunFolderError
+
+_VERSIONS = ("fl-dpgan", "flwr", "ray", "torch", "torchvision", "opacus", "numpy")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths and files of one run."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path, scenario: Scenario) -> "RunFolder":
+        """Make the folder and note the scenario, seeds and versions.
+
+        Raises:
+            RunFolderError: the folder holds something already.
+        """
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunFolderError(f"{path} is not empty; give another --out, or --resume to continue the run in it")
+        folder = cls(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            versions = {"python": platform.python_version(), **{name: _version(name) for name in _VERSIONS}}
+            used = {"scenario": scenario.model_dump(mode="json"), "versions": versions}
+            write_atomically(folder.path / "scenario.json", (json.dumps(used, indent=2) + "\n").encode())
+        except OSError as error:
+            raise RunFolderError(f"{path} cannot be written: {error.strerror}; give another --out") from error
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """An existing run.
+
+        Raises:
+            RunFolderError: there is none at this path.
+        """
+        if not (path / "scenario.json").is_file():
+            raise RunFolderError(f"{path} holds no run; give the folder that `fl-dpgan simulate --out` wrote")
+        return cls(path)
+
+    @property
+    def scenario(self) -> Scenario:
+        """The scenario as used."""
+        file = self.path / "scenario.json"
+        try:
+            raw = json.loads(file.read_text(encoding="utf-8"))["scenario"]
+        except (ValueError, KeyError, OSError) as error:
+            raise RunFolderError(f"{file} is damaged ({error}); the run cannot be read") from error
+        return parse_scenario(raw)
+
+    @property
+    def ledgers(self) -> list[Path]:
+        """The sites' ledgers, in the order of the sites' names."""
+        return sorted((self.path / "ledgers").glob("*.sqlite"), key=lambda p: (len(p.name), p.name))
+
+    def ledger(self, site: str) -> Path:
+        """Where a site of this name keeps its ledger in a simulation."""
+        return self.path / "ledgers" / f"{site}.sqlite"
+
+    def save_checkpoint(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        """Replace the checkpoint by one file of safetensors with JSON in its header; a crash leaves the old or the new."""
+        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        write_atomically(self.path / "checkpoint.safetensors", save(plain, metadata={"fl_dpgan": json.dumps(meta)}))
+
+    def load_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The last checkpoint's tensors and JSON; None before the first.
+
+        Raises:
+            RunFolderError: the file is truncated or not a checkpoint.
+        """
+        file = self.path / "checkpoint.safetensors"
+        if not file.exists():
+            return None
+        try:
+            with safe_open(file, framework="pt") as stored:
+                meta = json.loads((stored.metadata() or {})["fl_dpgan"])
+                return {name: stored.get_tensor(name) for name in stored.keys()}, meta  # noqa: SIM118
+        except (SafetensorError, KeyError, ValueError, OSError) as error:
+            raise RunFolderError(
+                f"{file} is damaged ({error}); put back a copy of it, or start a new run in another --out"
+            ) from error
+
+    def rounds(self) -> Iterator[dict[str, Any]]:
+        """The round log's lines; a line that a crash cut short is passed over."""
+        file = self.path / "rounds.jsonl"
+        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue
+
+    def log_round(self, record: dict[str, Any]) -> None:
+        """Append one round to the log."""
+        with (self.path / "rounds.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def cut_log(self, last_round: int) -> None:
+        """Drop the lines after the checkpoint's round; those rounds are done again."""
+        kept = [json.dumps(record) + "\n" for record in self.rounds() if record["round"] <= last_round]
+        write_atomically(self.path / "rounds.jsonl", "".join(kept).encode())
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that a crash leaves either the old content or the new, on disk."""
+    temporary = path.with_name(path.name + ".partial")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _version(package: str) -> str:
+    from fl_dpgan import __version__
+
+    return __version__ if package == "fl-dpgan" else version(package)

@@ -1,0 +1,106 @@
+"""A site's local update: DP-SGD steps on the discriminator, each one Poisson-subsampled Gaussian mechanism.
+
+Bie, Kamath, Zhang, "Private GANs, Revisited" (arXiv 2302.02936), section 3: exactly B fakes join the Poisson sample of
+reals in one per-sample gradient pass, every sample is clipped by itself, the sum is noised once, the divisor is 2B.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from fl_dpgan.privacy.gradients import clipped_sum, per_sample
+from fl_dpgan.privacy.noise import KeyedGenerator
+from fl_dpgan.privacy.plan import SitePlan
+
+
+def draw_fakes(generator: nn.Module, count: int, random: KeyedGenerator) -> tuple[Tensor, Tensor]:
+    """`count` images from G in evaluation mode, with z and labels from the public prior.
+
+    Args:
+        generator: has `latent_dim` and `num_classes`; called as `generator(z, labels)`.
+
+    Returns:
+        Images (count, channels, size, size) and labels (count,).
+    """
+    device = next(generator.parameters()).device
+    latent_dim, num_classes = int(generator.latent_dim), int(generator.num_classes)  # type: ignore[arg-type]
+    z = torch.from_numpy(random.normal(count * latent_dim)).float().view(count, latent_dim).to(device)
+    labels = torch.from_numpy(random.integers(count, num_classes)).to(device)
+    generator.eval()
+    with torch.no_grad():
+        return generator(z, labels), labels
+
+
+def summed_gradient(
+    discriminator: nn.Module,
+    reals: tuple[Tensor, Tensor],
+    fakes: tuple[Tensor, Tensor],
+    clipping_norm: float,
+    passes_of: int,
+) -> list[Tensor]:
+    """Sum over all samples of the clipped gradient of the loss on D; adding or removing one real moves it by at most C.
+
+    Args:
+        discriminator: wrapped by `per_sample`.
+        reals, fakes: images (n, channels, size, size) and labels (n,); n may be 0 for the reals.
+        passes_of: samples per pass; more samples take several passes, so that no batch is cut short.
+
+    Returns:
+        One tensor per parameter, in the parameters' order.
+    """
+    images = torch.cat([reals[0], fakes[0]])
+    labels = torch.cat([reals[1], fakes[1]])
+    targets = torch.cat([torch.ones(len(reals[1])), torch.zeros(len(fakes[1]))]).to(images)
+    parameters = list(discriminator.parameters())
+    total = [torch.zeros_like(p) for p in parameters]
+    for part in _passes(len(images), passes_of):
+        discriminator.zero_grad(set_to_none=True)
+        logits = discriminator(images[part], labels[part])
+        binary_cross_entropy_with_logits(logits, targets[part], reduction="sum").backward()
+        sums = clipped_sum([p.grad_sample for p in parameters], clipping_norm)  # type: ignore[attr-defined]
+        for accumulated, addend in zip(total, sums, strict=True):
+            accumulated += addend
+    for p in parameters:
+        p.grad_sample = None  # type: ignore[attr-defined]
+    return total
+
+
+def local_update(
+    discriminator: nn.Module,
+    generator: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: tuple[Tensor, Tensor],
+    plan: SitePlan,
+    *,
+    first_step: int,
+    random: KeyedGenerator,
+) -> None:
+    """Take `plan.d_steps` private steps on D in place. The caller has charged `plan.event(plan.d_steps)` already.
+
+    Args:
+        discriminator: a plain module; its parameters are the optimiser's.
+        data: the site's images (N, channels, size, size) in [-1, 1] and labels (N,).
+        first_step: D steps that the run has already charged to this site: where C_t stands.
+        random: source of the sample, the fakes and the noise.
+    """
+    images, labels = data
+    discriminator.train()
+    wrapped = per_sample(discriminator)
+    try:
+        for step in range(first_step, first_step + plan.d_steps):
+            chosen = torch.from_numpy(plan.sample(len(labels), random)).to(labels.device)
+            fakes = draw_fakes(generator, plan.batch_size, random)
+            total = summed_gradient(
+                wrapped, (images[chosen], labels[chosen]), fakes, plan.clipping_norm(step), 3 * plan.batch_size
+            )
+            for parameter, clipped in zip(discriminator.parameters(), total, strict=True):
+                parameter.grad = (clipped + plan.noise(clipped, step, random)) / (2 * plan.batch_size)
+            optimizer.step()
+    finally:
+        wrapped.to_standard_module()  # hooks must not pile up over rounds
+
+
+def _passes(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, count, size))
