@@ -75,7 +75,7 @@ class RunFolder:
         return self.path / "ledgers" / f"{site}.sqlite"
 
     def save_checkpoint(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        """Replace the checkpoint by one file of safetensors with JSON in its header; a crash leaves the old or the new."""
+        """Replace the checkpoint: one file of safetensors, JSON in its header; a crash leaves the old or the new."""
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         write_atomically(self.path / "checkpoint.safetensors", save(plain, metadata={"fl_dpgan": json.dumps(meta)}))
 

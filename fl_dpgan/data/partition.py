@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fl_dpgan.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from flwr_datasets.partitioner import Partitioner  # type: ignore[import-untyped]
+    from flwr_datasets.partitioner import Partitioner
 
 PartitionKind = Literal["iid", "dirichlet", "size", "pathological"]
 
@@ -58,7 +58,7 @@ def partition(
     # Some partitioners cut the records in their order, so shuffle them here, once for every kind.
     order = np.random.default_rng(seed).permutation(len(labels))
     with _quiet_datasets():
-        from datasets import Dataset  # type: ignore[import-untyped]
+        from datasets import Dataset
 
         partitioner = _make_partitioner(kind, num_sites, seed, alpha, sizes, classes_per_site)
         partitioner.dataset = Dataset.from_dict({"index": order, "label": labels[order]})

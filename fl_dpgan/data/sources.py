@@ -123,8 +123,8 @@ def _fit(image: NDArray[np.uint8], size: int, channels: int) -> NDArray[np.uint8
 
 def _read_digits(split: Split) -> RawImages:
     """Return one part of scikit-learn's 1797 digits: a fixed, public, stratified split into 1437 and 360."""
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-    from sklearn.model_selection import train_test_split  # type: ignore[import-untyped]
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
 
     digits = load_digits()
     # 0..16 to 0..255, rounded to nearest.

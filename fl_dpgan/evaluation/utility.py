@@ -35,7 +35,7 @@ def train_classifier(
         model = classifier(images.shape[1], images.shape[2], num_classes).train()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         for _ in range(epochs):
-            for batch in torch.randperm(len(labels)).split(128):
+            for batch in torch.split(torch.randperm(len(labels)), 128):
                 optimizer.zero_grad(set_to_none=True)
                 cross_entropy(model(images[batch]), labels[batch]).backward()
                 optimizer.step()
@@ -46,7 +46,5 @@ def train_classifier(
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     """Share of correctly classified images, in [0, 1]."""
     with torch.no_grad():
-        hits = sum(
-            int((model(x).argmax(1) == y).sum()) for x, y in zip(images.split(1000), labels.split(1000), strict=True)
-        )
-    return hits / len(labels)
+        parts = [model(images[i : i + 1000]).argmax(1) for i in range(0, len(labels), 1000)]
+    return float((torch.cat(parts) == labels).double().mean())

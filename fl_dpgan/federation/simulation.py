@@ -80,7 +80,7 @@ def split_data(
         if missing and not data.allow_missing_classes:
             named = ", ".join(images.classes[label] for label in missing)
             raise DataError(
-                f"site-{index} has no record of class {named}; use another partition, or set data.allow_missing_classes=true"
+                f"site-{index} has no record of class {named}; partition otherwise, or set data.allow_missing_classes"
             )
         if len(part) < 0.9 * scenario.declared_size(index):
             raise DataError(

@@ -150,7 +150,12 @@ class FedDPGAN(Strategy):
             self.discriminator, self.plan.training.g_steps, seed=self.plan.seed * 1_000_003 + server_round
         )
         spent = [site.epsilon for site in self.sites.values()]
-        metrics = {"sites": len(states), "g_loss": loss, "epsilon_min": min(spent), "epsilon_max": max(spent)}
+        metrics: dict[str, int | float | list[int] | list[float]] = {
+            "sites": len(states),
+            "g_loss": loss,
+            "epsilon_min": min(spent),
+            "epsilon_max": max(spent),
+        }
         return ArrayRecord(_float_state(self.discriminator)), MetricRecord(metrics)
 
     def configure_evaluate(

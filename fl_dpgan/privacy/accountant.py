@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from fl_dpgan.errors import ConfigError
 
-#: Preset orders: fine below 11, where budgets of about 1 to 10 have their best order, then integers, then a coarse tail.
+#: Preset orders: fine below 11, where budgets of 1 to 10 have their best order, then integers, then a coarse tail.
 ORDERS: tuple[float, ...] = (
     *(1 + x / 10 for x in range(1, 100)),
     *map(float, range(11, 64)),

@@ -66,7 +66,7 @@ class LedgerRow:
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """The last answer of a run, kept until the next: the request it answers and that request's digest, and the bytes."""
+    """The last answer of a run, kept until the next: the request it answers, that request's digest, and the bytes."""
 
     request: str
     digest: str

@@ -1,4 +1,4 @@
-"""Randomness for sampling and noise: an AES-256-CTR stream, keyed by the operating system or, in simulation, by a seed."""
+"""Randomness for sampling and noise: an AES-256-CTR stream, keyed by the operating system or, in simulation, a seed."""
 
 import hashlib
 import os
@@ -36,8 +36,7 @@ class KeyedGenerator:
     def uniform(self, count: int) -> Floats:
         """(count,) numbers of 53 bits in the open interval (0, 1)."""
         words = np.frombuffer(self._stream.update(bytes(8 * count)), dtype="<u8")
-        uniform: Floats = ((words >> np.uint64(11)) + 0.5) * 2.0**-53
-        return uniform
+        return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
     def bernoulli(self, count: int, rate: float) -> NDArray[np.bool_]:
         """(count,) independent trials, each true with probability `rate`."""

@@ -1,4 +1,4 @@
-"""The one object from which a site's sampler, noise, clipping and ledger event all come, so that they cannot drift apart."""
+"""The one object from which a site's sampler, noise, clipping and event come, so that they cannot drift apart."""
 
 import hashlib
 

@@ -195,7 +195,7 @@ def test_bad_settings(options: dict[str, Any], says: str) -> None:
 def test_missing_data_dir(tmp_path: Path, source: str) -> None:
     with pytest.raises(DataError, match="needs data_dir"):
         train(source, None)
-    with pytest.raises(DataError, match="nowhere.* is not an existing"):
+    with pytest.raises(DataError, match=r"nowhere.* is not an existing"):
         train(source, tmp_path / "nowhere")
 
 

@@ -1,0 +1,115 @@
+"""What the tests share: one torch thread, and a small federation that needs no Ray."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import Error, Message, MessageType
+from flwr.supercore.task_identity import TaskIdentity
+
+from fl_dpgan.config import Plan
+from fl_dpgan.federation import FedDPGAN, Site
+from fl_dpgan.networks import Discriminator, Generator
+from fl_dpgan.runs import RunFolder
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _identity() -> None:
+    """Flower's messages take their sender from here; in a run Flower sets it."""
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+
+
+class LocalGrid:
+    """Delivers messages to sites in this process; `handlers` maps a node id to what answers a message there."""
+
+    def __init__(self, handlers: dict[int, Callable[[Message], Message | None]]) -> None:
+        self.handlers = handlers
+        self.sent: list[Message] = []
+
+    def get_node_ids(self) -> list[int]:
+        return list(self.handlers)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        replies = []
+        for number, message in enumerate(messages):
+            message.metadata.__dict__["_message_id"] = f"{len(self.sent)}-{number}"
+            self.sent.append(message)
+            try:
+                reply = self.handlers[message.metadata.dst_node_id](message)
+            except Exception as error:  # Flower turns a crash into an error reply
+                reply = Message(Error(code=2, reason=type(error).__name__), reply_to=message)
+            if reply is not None:
+                replies.append(reply)
+        return replies[::-1]  # answers arrive in no particular order
+
+
+def handler(site: Site) -> Callable[[Message], Message | None]:
+    return lambda m: site.hello(m) if m.metadata.message_type == MessageType.QUERY else site.train(m)
+
+
+class Federation:
+    """A tiny federation in a folder: 28-pixel noise images, two classes, narrow networks."""
+
+    def __init__(self, path: Path, *, sites: int = 2, rounds: int = 2, quorum: int = 1, seed: int = 0) -> None:
+        self.path = path
+        self.plan = Plan.model_validate(
+            {
+                "seed": seed,
+                "privacy": {"batch_size": 4},
+                "training": {"rounds": rounds, "d_steps": 2, "g_steps": 1, "g_batch_size": 4},
+                "federation": {"sites": sites, "quorum": quorum, "round_timeout": 1.0},
+            }
+        )
+        self.sites = {n: self.site(n) for n in range(sites)}
+
+    def networks(self) -> tuple[Generator, Discriminator]:
+        torch.manual_seed(self.plan.seed)
+        shape = {"size": 28, "channels": 1, "num_classes": 2}
+        return Generator(**shape, latent_dim=4, width=2), Discriminator(**shape, width=2)
+
+    def data(self, number: int, records: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
+        random = torch.Generator().manual_seed(100 + number)
+        return torch.rand(records, 1, 28, 28, generator=random) * 2 - 1, torch.arange(records) % 2
+
+    def site(self, number: int, *, data=None, eps_max: float = 10.0) -> Site:
+        generator, discriminator = self.networks()
+        return Site(
+            f"site-{number}",
+            data or self.data(number),
+            declared_size=40,
+            generator=generator,
+            discriminator=discriminator,
+            ledger=self.path / "ledgers" / f"site-{number}.sqlite",
+            eps_max=eps_max,
+            delta=1e-5,
+            learning_rate=1e-3,
+            seed=self.plan.seed,
+        )
+
+    def grid(self) -> LocalGrid:
+        return LocalGrid({n + 10: handler(site) for n, site in self.sites.items()})
+
+    def strategy(self, **kwargs) -> FedDPGAN:
+        generator, discriminator = self.networks()
+        self.path.mkdir(parents=True, exist_ok=True)
+        return FedDPGAN(self.plan, generator, discriminator, folder=RunFolder(self.path), run="test", **kwargs)
+
+    def request(self, number: int = 0, round_number: int = 1) -> Message:
+        """The strategy's own request to a site."""
+        strategy, grid = self.strategy(), self.grid()
+        strategy._join(grid)
+        requests = list(strategy.configure_train(round_number, None, None, grid))
+        return grid_sent(requests[number])
+
+
+def grid_sent(message: Message) -> Message:
+    message.metadata.__dict__["_message_id"] = "sent"
+    return message
+
+
+@pytest.fixture
+def federation(tmp_path: Path) -> Callable[..., Federation]:
+    return lambda name="run", **kwargs: Federation(tmp_path / name, **kwargs)
