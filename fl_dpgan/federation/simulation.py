@@ -19,6 +19,7 @@ from torch import nn
 from fl_dpgan.config import Scenario
 from fl_dpgan.data import ImageData, load, partition, to_tensor
 from fl_dpgan.errors import ConfigError, DataError
+from fl_dpgan.federation.reaper import watch
 from fl_dpgan.federation.site import Site
 from fl_dpgan.federation.strategy import FedDPGAN
 from fl_dpgan.networks import Discriminator, Generator
@@ -144,6 +145,7 @@ def simulate(job: Job, on_round: OnRound | None = None) -> None:
         scenario.site_plan(scenario.declared_size(index))
     os.environ.update(FLWR_TELEMETRY_ENABLED="0", RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
     _log_to_file(job.out / "flower.log")
+    watch()
 
     client_app, server_app = ClientApp(), ServerApp()
     register_sites(client_app, lambda context: job)
