@@ -63,6 +63,11 @@ class Site:
                 f"site {name} has {len(labels)} records, too few for its declared size {declared_size}; "
                 f"declare at most {len(labels)}"
             )
+        num_classes = int(generator.num_classes)  # type: ignore[arg-type]
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+            raise DataError(
+                f"site {name} has a label outside 0 to {num_classes - 1}; map its labels to the federation's"
+            )
         self.name, self._data, self._declared_size = name, data, declared_size
         self._generator = copy.deepcopy(generator).to(images.device)
         self._discriminator = copy.deepcopy(discriminator).to(images.device)

@@ -185,6 +185,8 @@ class FedDPGAN(Strategy):
                 raise FederationError(f"two nodes call themselves {hello.site!r}; give each site a name of its own")
             plan = self.plan.site_plan(hello.declared_size)
             self.sites[hello.site] = SiteRecord(reply.metadata.src_node_id, plan, self._steps.get(hello.site, 0))
+        if refusals:
+            self._folder.log_round({"round": self._done, "not_joined": refusals})
         if len(self.sites) < federation.quorum:
             why = f" ({refusals[0]})" if refusals else ""
             raise FederationError(f"{len(self.sites)} sites joined, the quorum is {federation.quorum}{why}")

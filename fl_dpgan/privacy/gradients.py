@@ -69,6 +69,7 @@ def clipped_sum(grad_samples: Sequence[Tensor], clipping_norm: float) -> list[Te
     norms = torch.linalg.vector_norm(torch.stack(per_parameter), dim=0)  # (n,)
     finite = torch.isfinite(norms)
     factors = torch.where(finite, clipping_norm / norms.clamp(min=clipping_norm), 0.0)
+    factors = torch.where(factors < 1e-37, 0.0, factors)  # subnormal in single precision, where it could round up
     sums = []
     for g in grad_samples:
         clean = torch.where(finite.view(-1, *[1] * (g.dim() - 1)), g, 0.0)  # 0 times infinity would be NaN

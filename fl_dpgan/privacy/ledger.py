@@ -29,6 +29,10 @@ CREATE TABLE answers (run TEXT PRIMARY KEY, request TEXT NOT NULL, digest TEXT N
   state BLOB NOT NULL) STRICT;
 CREATE TRIGGER events_no_update BEFORE UPDATE ON events BEGIN SELECT RAISE(ABORT, 'events are append-only'); END;
 CREATE TRIGGER events_no_delete BEFORE DELETE ON events BEGIN SELECT RAISE(ABORT, 'events are append-only'); END;
+CREATE TRIGGER events_no_replace BEFORE INSERT ON events WHEN EXISTS (SELECT 1 FROM events WHERE seq = NEW.seq)
+BEGIN SELECT RAISE(ABORT, 'events are append-only'); END;
+CREATE TRIGGER account_no_replace BEFORE INSERT ON account WHEN EXISTS (SELECT 1 FROM account)
+BEGIN SELECT RAISE(ABORT, 'the account is fixed'); END;
 CREATE TRIGGER account_no_update BEFORE UPDATE ON account BEGIN SELECT RAISE(ABORT, 'the account is fixed'); END;
 CREATE TRIGGER account_no_delete BEFORE DELETE ON account BEGIN SELECT RAISE(ABORT, 'the account is fixed'); END;
 """
@@ -98,6 +102,8 @@ class Ledger:
             row = self._db.execute(
                 "SELECT site, declared_size, eps_max, delta, rdp_order, unit, relation FROM account"
             ).fetchone()
+        if row is None:
+            raise LedgerError(f"{path} has lost its account; put back a copy of it")
         self.account = Account(*row)
         if account is not None and account != self.account:
             raise LedgerError(
@@ -106,9 +112,8 @@ class Ledger:
             )
 
     def _create(self, account: Account) -> None:
-        for statement in _SCHEMA.split(";\n"):
-            if statement.strip():
-                self._db.execute(statement)
+        for statement in _SCHEMA.strip().split(";\n"):
+            self._db.execute(statement)
         self._db.execute(
             "INSERT INTO account (id, site, declared_size, eps_max, delta, rdp_order, unit, relation) "
             "VALUES (1, ?, ?, ?, ?, ?, ?, ?)",

@@ -12,6 +12,9 @@ from fl_dpgan.privacy.accountant import Event, best_order, calibrate, epsilon_fr
 from fl_dpgan.privacy.clipping import ClippingRule, EpsilonAdaptive
 from fl_dpgan.privacy.noise import KeyedGenerator
 
+#: The smallest sigma that a plan may have; a budget that would allow less is simply not used up.
+LEAST_NOISE = 0.1
+
 
 class PrivacyConfig(BaseModel):
     """What a federation proposes, the same for every site.
@@ -26,7 +29,7 @@ class PrivacyConfig(BaseModel):
     eps_max: float = Field(10.0, gt=0, le=1000, allow_inf_nan=False)
     delta: float = Field(1e-5, gt=0, lt=0.5, allow_inf_nan=False)
     batch_size: int = Field(64, ge=1, le=100_000)
-    noise_multiplier: float | None = Field(None, ge=0.1, le=1e6, allow_inf_nan=False)
+    noise_multiplier: float | None = Field(None, ge=LEAST_NOISE, le=1e6, allow_inf_nan=False)
     clipping: ClippingRule = EpsilonAdaptive()
 
 
@@ -38,7 +41,7 @@ class SitePlan(BaseModel):
     batch_size: int = Field(ge=1, le=100_000)
     d_steps: int = Field(ge=1, le=100_000)
     rounds: int = Field(ge=1, le=10**7)
-    noise_multiplier: float = Field(ge=0.1, le=1e6, allow_inf_nan=False)
+    noise_multiplier: float = Field(ge=LEAST_NOISE, le=1e6, allow_inf_nan=False)
     eps_max: float = Field(gt=0, le=1000, allow_inf_nan=False)
     delta: float = Field(gt=0, lt=0.5, allow_inf_nan=False)
     order: float = Field(gt=1, le=1024, allow_inf_nan=False)
@@ -72,8 +75,11 @@ class SitePlan(BaseModel):
         }
         # validate before calibrating: an impossible q must be named as such, not as a failed search
         draft = cls.model_validate({**constants, "noise_multiplier": 1.0, "order": 2.0})
-        sigma = privacy.noise_multiplier or calibrate(
-            eps_max=privacy.eps_max, delta=privacy.delta, sample_rate=draft.sample_rate, steps=d_steps * rounds
+        sigma = privacy.noise_multiplier or max(
+            LEAST_NOISE,
+            calibrate(
+                eps_max=privacy.eps_max, delta=privacy.delta, sample_rate=draft.sample_rate, steps=d_steps * rounds
+            ),
         )
         planned = Event(draft.sample_rate, sigma, d_steps * rounds)
         order = best_order(planned, privacy.delta)

@@ -100,6 +100,8 @@ def local_update(
             optimizer.step()
     finally:
         wrapped.to_standard_module()  # hooks must not pile up over rounds
+        for module in discriminator.modules():
+            module.__dict__.pop("activations", None)  # Opacus keeps them, and so records, when a pass fails half-way
 
 
 def _passes(count: int, size: int) -> Iterator[slice]:

@@ -6,6 +6,7 @@ import torch
 from dp_accounting import pld, rdp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import integrate, stats
 
 from fl_dpgan.errors import ConfigError
 from fl_dpgan.privacy.accountant import (
@@ -46,10 +47,23 @@ def composed(accountant, events):
 
 
 @settings(max_examples=40, deadline=None)
-@given(events=events_strategy, order=st.sampled_from([1.5, 2.0, 3.7, 8.0, 10.9, 24.0, 63.0]))
+@given(events=events_strategy, order=st.sampled_from([2.0, 3.0, 8.0, 24.0, 63.0]))
 def test_epsilon_is_that_of_dp_accounting_at_the_same_order(events, order):
     expected = composed(rdp.RdpAccountant(orders=[order]), events).get_epsilon(DELTA)
     assert epsilon(events, order, DELTA) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("sample_rate", "sigma", "order"), [(0.1, 1.0, 1.5), (0.1, 1.0, 3.7), (0.1, 2.0, 1.5), (0.01, 0.8, 2.5)]
+)
+def test_rdp_at_a_fractional_order_is_that_of_numerical_integration(sample_rate, sigma, order):
+    # not dp_accounting here: at low fractional orders its series ends early, too high or infinite
+    def integrand(x):
+        ratio = 1 - sample_rate + sample_rate * math.exp((2 * x - 1) / (2 * sigma**2))
+        return stats.norm.pdf(x, scale=sigma) * ratio**order
+
+    moment = integrate.quad(integrand, -12, 20, epsabs=1e-13, limit=500)[0]
+    assert step_rdp(sample_rate, sigma, order) == pytest.approx(math.log(moment) / (order - 1), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +124,6 @@ def test_a_spent_budget_fits_no_step():
     assert steps_that_fit(spent_rdp=spent, sample_rate=0.1, sigma=1.0, order=2.0, delta=DELTA, cap=20.0) == 0
 
 
-@pytest.mark.xfail(strict=True, reason="rounding in Opacus' compute_rdp makes a tiny RDP zero or negative")
 @pytest.mark.parametrize(
     ("sample_rate", "sigma", "order"), [(1e-4, 1000.0, 1.1), (1e-6, 100.0, 1.1), (1e-10, 1.0, 2.0)]
 )

@@ -159,7 +159,6 @@ def test_events_and_account_can_be_neither_changed_nor_deleted(path, ledger, sta
     assert Ledger(path).account == ACCOUNT
 
 
-@pytest.mark.xfail(strict=True, reason="SQLite runs no delete trigger for the rows that REPLACE removes")
 @pytest.mark.parametrize(("table", "column"), [("events", "count"), ("account", "eps_max")])
 def test_events_and_account_cannot_be_replaced(path, ledger, table, column):
     ledger.charge(row(5))
@@ -229,7 +228,6 @@ def test_another_database_is_a_ledger_error(path):
         Ledger(path)
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="Account(*None)")
 def test_a_ledger_without_its_account_is_a_ledger_error(path, ledger):
     with sqlite3.connect(path) as other:
         other.execute("DROP TRIGGER account_no_delete")

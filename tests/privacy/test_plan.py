@@ -82,7 +82,6 @@ def test_a_calibrated_run_spends_its_budget_and_never_passes_it(eps_max, declare
     assert eps_max - 0.01 <= plan.epsilon_after(50) <= eps_max
 
 
-@pytest.mark.xfail(strict=True, raises=ConfigError, reason="calibration goes below the plan's least sigma of 0.1")
 def test_a_budget_so_large_that_little_noise_is_needed_gives_a_plan():
     assert Plan(privacy={"eps_max": 1000.0}, training={"rounds": 1}).site_plan(479).epsilon_after(5) <= 1000
 

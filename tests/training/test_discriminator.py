@@ -217,7 +217,6 @@ def test_hooks_are_gone_after_an_update_that_failed():
     assert not any(module._forward_hooks or module._backward_hooks for module in model.modules())
 
 
-@pytest.mark.xfail(strict=True, reason="Opacus keeps the activations of a forward pass that had no backward pass")
 def test_no_record_is_left_on_the_discriminator_after_an_update_that_failed():
     model, (images, _) = discriminator(), images_and_labels(20)
     with pytest.raises(RuntimeError):  # no such label
