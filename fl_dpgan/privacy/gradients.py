@@ -1,5 +1,6 @@
 """Per-sample gradients through Opacus, and their clipped sum: the quantity whose sensitivity is C."""
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -7,6 +8,9 @@ from opacus.grad_sample import GradSampleModule
 from torch import Tensor, nn
 
 from fl_dpgan.errors import ConfigError
+
+# images need no gradient here, which PyTorch says at every step of Opacus' hooks
+warnings.filterwarnings("ignore", message="Full backward hook is firing")
 
 
 def check_separable(discriminator: nn.Module, images: Tensor, labels: Tensor) -> None:

@@ -42,7 +42,7 @@ class GeneratorTrainer:
             self.optimizer.step()
             self._average()
         discriminator.requires_grad_(True)
-        return float(loss)
+        return float(loss.detach())
 
     def _average(self) -> None:
         with torch.no_grad():
