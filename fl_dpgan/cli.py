@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from fl_dpgan import __version__
-from fl_dpgan.errors import FlDpganError, RunFolderError
+from fl_dpgan.errors import ConfigError, FlDpganError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 console = Console()
@@ -56,14 +56,14 @@ def simulate(
     """Run a federation on this machine, and show what each site has spent."""
     from fl_dpgan.config import load_scenario
     from fl_dpgan.data import load
-    from fl_dpgan.federation.simulation import Job
+    from fl_dpgan.federation.simulation import Job, check
     from fl_dpgan.runs import RunFolder
 
     out = (out or Path("runs") / Path(scenario).stem).absolute()
     data_dir = data_dir.absolute() if data_dir else None
     if resume:
         if overrides:
-            raise RunFolderError("--set cannot change a run that is resumed; leave it out, or start a new run")
+            raise ConfigError("--set cannot change a run that is resumed; leave it out, or start a new run")
         folder = RunFolder.open(out)
     else:
         settings = load_scenario(scenario, overrides or ())
@@ -71,7 +71,7 @@ def simulate(
             model = settings.model
             load(settings.data.source, split="train", size=model.size, channels=model.channels, data_dir=data_dir,
                  download=True)  # fmt: skip
-        _check(settings, data_dir)
+        check(settings, data_dir)
         folder = RunFolder.create(out, settings)
     _run(folder, Job(out, data_dir))
     _finish(folder)
@@ -94,7 +94,7 @@ def generate(
     try:
         chosen = None if labels is None else [int(label) for label in labels.split(",")]
     except ValueError as error:
-        raise RunFolderError(f"--labels {labels!r} is not a list of numbers such as 0,3,7") from error
+        raise ConfigError(f"--labels {labels!r} is not a list of numbers such as 0,3,7") from error
     write_images(RunFolder.open(run), count, out, labels=chosen, as_npz=npz)
     console.print(f"{count} images and card.json written to {out}")
 
@@ -148,15 +148,6 @@ def evaluate(run: RunPath, data_dir: DataDir = None) -> None:
         f"CNN accuracy on {len(test)} real held-out images: {share:.4f} "
         f"(round {last_round}, trained on {settings.images} synthetic images for {settings.epochs} epochs)"
     )
-
-
-def _check(scenario: Any, data_dir: Path | None) -> None:
-    """Refuse data and plans that cannot work before a folder is made for them."""
-    from fl_dpgan.federation.simulation import split_data
-
-    for index in range(scenario.federation.sites):
-        scenario.site_plan(scenario.declared_size(index))
-    split_data(scenario, data_dir)
 
 
 def _run(folder: Any, job: Any) -> None:

@@ -91,6 +91,17 @@ def split_data(
     return images, parts
 
 
+def check(scenario: Scenario, data_dir: Path | None) -> None:
+    """Refuse plans and data that cannot work, before anything is made or charged for them.
+
+    Raises:
+        ConfigError: a site's plan is impossible. DataError: as for `split_data`.
+    """
+    for index in range(scenario.federation.sites):
+        scenario.site_plan(scenario.declared_size(index))
+    split_data(scenario, data_dir)
+
+
 @lru_cache(maxsize=4096)
 def simulated_site(job: Job, index: int) -> Site:
     """The site of this partition; built once a process."""
@@ -140,9 +151,7 @@ def simulate(job: Job, on_round: OnRound | None = None) -> None:
         FlDpganError: the data, the plan or the federation is at fault.
     """
     scenario = job.folder.scenario
-    split_data(scenario, job.data_dir)
-    for index in range(scenario.federation.sites):
-        scenario.site_plan(scenario.declared_size(index))
+    check(scenario, job.data_dir)
     os.environ.update(FLWR_TELEMETRY_ENABLED="0", RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
     _log_to_file(job.out / "flower.log")
     watch()

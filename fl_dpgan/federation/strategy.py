@@ -80,6 +80,12 @@ class FedDPGAN(Strategy):
         """The EMA of G, which is what a run delivers."""
         return self._trainer.average
 
+    @property
+    def _modules(self) -> dict[str, nn.Module]:
+        """What a checkpoint holds, by the prefix of its tensors' names."""
+        trainer = self._trainer
+        return {"discriminator": self.discriminator, "generator": trainer.generator, "ema": trainer.average}
+
     def summary(self) -> None:
         """Flower's hook for a description in the log; the run's folder holds it instead."""
 
@@ -104,22 +110,22 @@ class FedDPGAN(Strategy):
         ):
             raise ConfigError("FedDPGAN.start takes the grid alone; rounds, time limits and networks stand in its plan")
         self._join(grid)
-        result = Result()
+        result, arrays = Result(), ArrayRecord(_state(self.discriminator))
         for number in range(self._done + 1, self.plan.training.rounds + 1):
             began = time.monotonic()
-            arrays = ArrayRecord(_float_state(self.discriminator))
             requests = list(self.configure_train(number, arrays, ConfigRecord(), grid))
             replies = grid.send_and_receive(requests, timeout=self.plan.federation.round_timeout)
             new_arrays, metrics = self.aggregate_train(number, replies)
             if new_arrays is None or metrics is None:
                 self._stop_or_raise(number)
                 break
+            arrays = new_arrays
             result.train_metrics_clientapp[number] = metrics
             record = self._record(number, time.monotonic() - began, metrics)
             self._folder.log_round(record)
             self._checkpoint(number)
             self._on_round(record)
-        result.arrays = ArrayRecord(_float_state(self.average_generator))
+        result.arrays = ArrayRecord(_state(self.average_generator))
         return result
 
     def configure_train(
@@ -156,7 +162,7 @@ class FedDPGAN(Strategy):
             "epsilon_min": min(spent),
             "epsilon_max": max(spent),
         }
-        return ArrayRecord(_float_state(self.discriminator)), MetricRecord(metrics)
+        return ArrayRecord(_state(self.discriminator)), MetricRecord(metrics)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -219,9 +225,9 @@ class FedDPGAN(Strategy):
 
     def _stop_or_raise(self, number: int) -> None:
         left = [name for name, site in self.sites.items() if not site.withdrawn]
-        stopped = {"round": number, "stopped": "", "sites": self._site_records()}
         if len(left) < self.plan.federation.quorum:
-            stopped["stopped"] = f"{len(left)} sites have budget left, fewer than the quorum"
+            reason = f"{len(left)} sites have budget left, fewer than the quorum"
+            stopped = {"round": number, "stopped": reason, "sites": self._site_records()}
             self._folder.log_round(stopped)
             self._on_round(stopped)
             return
@@ -244,12 +250,9 @@ class FedDPGAN(Strategy):
         }  # fmt: skip
 
     def _checkpoint(self, number: int) -> None:
-        modules = {
-            "discriminator": self.discriminator,
-            "generator": self._trainer.generator,
-            "ema": self._trainer.average,
+        tensors = {
+            f"{key}.{name}": t for key, module in self._modules.items() for name, t in module.state_dict().items()
         }
-        tensors = {f"{key}.{name}": t for key, module in modules.items() for name, t in module.state_dict().items()}
         tensors |= {f"optimizer.{name}": t for name, t in optimizer_tensors(self._trainer.optimizer).items()}
         plans = {
             name: {"plan": site.plan.model_dump(mode="json"), "steps": site.steps} for name, site in self.sites.items()
@@ -265,12 +268,7 @@ class FedDPGAN(Strategy):
         tensors, meta = found
         if meta["run"] != self._run:
             raise RunFolderError(f"the checkpoint in {self._folder.path} is of run {meta['run']}, not {self._run}")
-        modules = {
-            "discriminator": self.discriminator,
-            "generator": self._trainer.generator,
-            "ema": self._trainer.average,
-        }
-        for key, module in modules.items():
+        for key, module in self._modules.items():
             state = {name: tensors[f"{key}.{name}"] for name in module.state_dict()}
             module.load_state_dict(state)
         prefix = "optimizer."
@@ -295,5 +293,5 @@ def weighted_average(states: dict[str, dict[str, Tensor]], weights: dict[str, fl
     return mean
 
 
-def _float_state(module: nn.Module) -> dict[str, Tensor]:
+def _state(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
