@@ -9,7 +9,7 @@ from flwr.serverapp import ServerApp
 from torch import nn
 
 from fl_dpgan.config import Plan
-from fl_dpgan.federation import FedDPGAN, Site
+from fl_dpgan.federation import FedDPGAN, Policy, Records, Site
 from fl_dpgan.runs import RunFolder
 
 OUT = Path(os.environ.get("OWN_APP_OUT", "runs/own-app")).absolute()
@@ -37,8 +37,8 @@ def site(context):
     number, (g, d) = int(context.node_config["partition-id"]), networks()
     labels = torch.arange(200) % 2
     stripes = torch.sin(torch.rand(200, 8, 8) + torch.arange(8) * (1 + labels)[:, None, None])
-    return Site(f"lab-{number}", (stripes[:, None], labels), declared_size=200, generator=g, discriminator=d,
-                ledger=OUT / f"lab-{number}.sqlite", eps_max=10, delta=1e-5, learning_rate=1e-3)  # fmt: skip
+    return Site(f"lab-{number}", Records(stripes[:, None], labels), policy=Policy(declared_size=200), generator=g,
+                discriminator=d, ledger=OUT / f"lab-{number}.sqlite", learning_rate=1e-3)  # fmt: skip
 
 
 client, server = ClientApp(), ServerApp()

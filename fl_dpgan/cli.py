@@ -1,4 +1,4 @@
-"""The command line: `fl-dpgan simulate`, `generate`, `budget` and `evaluate`."""
+"""The command line: `fl-dpgan simulate`, `generate`, `evaluate` and `report`, and the groups in `commands`."""
 
 import json
 import os
@@ -12,9 +12,12 @@ import typer
 from rich.console import Console
 
 from fl_dpgan import __version__
+from fl_dpgan.commands import budget, site
 from fl_dpgan.errors import ConfigError, FlDpganError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app.add_typer(budget.app, name="budget")
+app.add_typer(site.app, name="site")
 console = Console()
 
 DataDir = Annotated[Path | None, typer.Option("--data-dir", envvar="FL_DPGAN_DATA", help="Where the data files are.")]
@@ -100,54 +103,54 @@ def generate(
 
 
 @app.command()
-def budget(run: RunPath, as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
-    """Show what each site has spent, recomputed from its ledger."""
-    from fl_dpgan.report.budgets import budget_row, budget_table
-    from fl_dpgan.runs import RunFolder
-
-    rows = [budget_row(path) for path in RunFolder.open(run).ledgers]
-    if as_json:
-        print(json.dumps(rows, indent=2))
-    else:
-        console.print(budget_table(rows))
-
-
-@app.command()
 def evaluate(run: RunPath, data_dir: DataDir = None) -> None:
     """Train a CNN on synthetic images only, and print its accuracy on real held-out ones."""
     import torch
     from rich.progress import Progress
 
     from fl_dpgan.data import load, to_tensor
-    from fl_dpgan.evaluation.utility import accuracy, train_classifier
-    from fl_dpgan.report.synthetic import draw, run_generator
-    from fl_dpgan.runs import RunFolder, write_atomically
+    from fl_dpgan.evaluation.utility import accuracy, classifier_of
+    from fl_dpgan.files import write_atomically
+    from fl_dpgan.report.synthetic import run_generator
+    from fl_dpgan.runs import RunFolder
 
     folder = RunFolder.open(run)
     scenario = folder.scenario
     model, settings = scenario.model, scenario.evaluation
-    generator, last_round = run_generator(folder)
+    generator, meta = run_generator(folder)
     test = load(scenario.data.source, split="test", size=model.size, channels=model.channels, data_dir=data_dir)
-    labels = torch.arange(settings.images) % model.num_classes
-    images = draw(generator, labels, seed=scenario.seed + 2)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("CNN on synthetic images", total=settings.epochs)
-        cnn = train_classifier(
-            images, labels, model.num_classes, epochs=settings.epochs, seed=scenario.seed,
-            on_epoch=lambda: progress.advance(task),
-        )  # fmt: skip
+        cnn = classifier_of(generator, settings, seed=scenario.seed, on_epoch=lambda: progress.advance(task))
     share = accuracy(cnn, to_tensor(test.images), torch.from_numpy(test.labels))
     result = {
         "cnn_accuracy": share,
-        "round": last_round,
+        "round": meta["round"],
         "synthetic_images": settings.images,
         "real_test_images": len(test),
     }
     write_atomically(run / "evaluation.json", (json.dumps(result, indent=2) + "\n").encode())
     console.print(
         f"CNN accuracy on {len(test)} real held-out images: {share:.4f} "
-        f"(round {last_round}, trained on {settings.images} synthetic images for {settings.epochs} epochs)"
+        f"(round {meta['round']}, trained on {settings.images} synthetic images for {settings.epochs} epochs)"
     )
+
+
+@app.command()
+def report(run: RunPath) -> None:
+    """Write RUN/report.html: budgets, curves, samples and the guarantee in words, in one file that works offline."""
+    from fl_dpgan.report.budgets import budget_rows, events_of, ledgers_of
+    from fl_dpgan.report.html import write_report
+    from fl_dpgan.runs import RunFolder
+
+    folder = RunFolder.open(run)
+    ledgers = ledgers_of(run) if (run / "ledgers").is_dir() else []
+    rows = [row for ledger in ledgers for row in budget_rows(ledger)]
+    curves = {
+        ledger.stem: [(e["spent"], e["clipping_norm"], e["round"]) for e in events_of(ledger) if e["clipping_norm"]]
+        for ledger in ledgers  # a run's own ledgers: one budget each
+    }
+    console.print(f"{write_report(folder, rows, curves)} written", soft_wrap=True)
 
 
 def _run(folder: Any, job: Any) -> None:
@@ -192,16 +195,16 @@ def _run(folder: Any, job: Any) -> None:
 
 
 def _finish(folder: Any) -> None:
-    from fl_dpgan.report.budgets import budget_row, budget_table
+    from fl_dpgan.files import write_atomically
+    from fl_dpgan.report.budgets import budget_rows, budget_table, ledgers_of
     from fl_dpgan.report.synthetic import run_generator, sample_grid
-    from fl_dpgan.runs import write_atomically
 
-    generator, last_round = run_generator(folder)
+    generator, meta = run_generator(folder)
     sample_grid(generator, folder.scenario).save(folder.path / "samples.png")
-    rows = [budget_row(path) for path in folder.ledgers]
+    rows = [row for ledger in ledgers_of(folder.path) for row in budget_rows(ledger)]
     write_atomically(folder.path / "budgets.json", (json.dumps(rows, indent=2) + "\n").encode())
     console.print(budget_table(rows))
-    console.print(f"{last_round} rounds done; images in {folder.path / 'samples.png'}", soft_wrap=True)
+    console.print(f"{meta['round']} rounds done; images in {folder.path / 'samples.png'}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -50,15 +50,15 @@ class Plan(_Section):
     training: TrainingConfig = TrainingConfig()
     federation: FederationConfig = FederationConfig()
 
-    def site_plan(self, declared_size: int) -> SitePlan:
-        """The constants of a site of this declared size.
+    def site_plan(self, declared_size: int, order: float | None = None) -> SitePlan:
+        """The constants of a site of this declared size, whose ledger is kept at `order` where it has one already.
 
         Raises:
             ConfigError: the batch is larger than the site, delta is too large for it, or no noise fits.
         """
-        with_size = {"d_steps": self.training.d_steps, "rounds": self.training.rounds}
+        steps = {"d_steps": self.training.d_steps, "rounds": self.training.rounds}
         try:
-            return SitePlan.derive(self.privacy, declared_size=declared_size, **with_size)
+            return SitePlan.derive(self.privacy, declared_size=declared_size, order=order, **steps)
         except ValidationError as error:
             raise ConfigError(one_line(error)) from error
 

@@ -31,3 +31,15 @@ class RunFolderError(FlDpganError):
 
 class FederationError(FlDpganError):
     """A federation cannot go on: too few sites joined or answered."""
+
+
+class PolicyError(FlDpganError):
+    """A request breaks a rule of the site's policy; nothing was charged and no data were touched.
+
+    Attributes:
+        rule: the rule's name, a key of the policy.
+    """
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(message)
+        self.rule = rule

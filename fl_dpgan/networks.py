@@ -4,12 +4,15 @@ Radford et al., arXiv 1511.06434, with one deliberate difference: the discrimina
 mixes the samples of a batch and so voids per-sample clipping.
 """
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fl_dpgan.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fl_dpgan.config import ModelConfig
 
 ImageSize = Literal[28, 32, 64]
 
@@ -83,3 +86,12 @@ class Discriminator(nn.Module):
         """(n, channels, size, size) in [-1, 1] and (n,) to logits (n,)."""
         logits: Tensor = self.head(self.features(images))
         return logits.gather(1, labels.unsqueeze(1)).squeeze(1)
+
+
+def from_config(model: "ModelConfig", seed: int) -> tuple[nn.Module, nn.Module]:
+    """The G and D that a scenario describes, initialised from its seed; the caller's random state is left as it was."""
+    shape = {"size": model.size, "channels": model.channels, "num_classes": model.num_classes}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        generator = Generator(**shape, latent_dim=model.latent_dim, width=model.g_width)
+        return generator, Discriminator(**shape, width=model.d_width)

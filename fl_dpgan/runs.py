@@ -1,7 +1,6 @@
 """A run's folder: the scenario as used, the checkpoint, the round log, and what was made of them."""
 
 import json
-import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,12 +8,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from PIL.Image import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from fl_dpgan.config import Scenario, parse_scenario
 from fl_dpgan.errors import RunFolderError
+from fl_dpgan.files import write_atomically
 
 _VERSIONS = ("fl-dpgan", "flwr", "ray", "torch", "torchvision", "opacus", "numpy")
 
@@ -65,11 +66,6 @@ class RunFolder:
             raise RunFolderError(f"{file} is damaged ({error}); the run cannot be read") from error
         return parse_scenario(raw)
 
-    @property
-    def ledgers(self) -> list[Path]:
-        """The sites' ledgers, in the order of the sites' names."""
-        return sorted((self.path / "ledgers").glob("*.sqlite"), key=lambda p: (len(p.name), p.name))
-
     def ledger(self, site: str) -> Path:
         """Where a site of this name keeps its ledger in a simulation."""
         return self.path / "ledgers" / f"{site}.sqlite"
@@ -97,6 +93,12 @@ class RunFolder:
                 f"{file} is damaged ({error}); put back a copy of it, or start a new run in another --out"
             ) from error
 
+    def save_grid(self, grid: Image, round_number: int) -> None:
+        """Keep a sample grid of this round's generator."""
+        folder = self.path / "samples"
+        folder.mkdir(exist_ok=True)
+        grid.save(folder / f"round-{round_number:04d}.png")
+
     def rounds(self) -> Iterator[dict[str, Any]]:
         """The round log's lines; a line that a crash cut short is passed over."""
         file = self.path / "rounds.jsonl"
@@ -115,21 +117,6 @@ class RunFolder:
         """Drop the lines after the checkpoint's round; those rounds are done again."""
         kept = [json.dumps(record) + "\n" for record in self.rounds() if record["round"] <= last_round]
         write_atomically(self.path / "rounds.jsonl", "".join(kept).encode())
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that a crash leaves either the old content or the new, on disk."""
-    temporary = path.with_name(path.name + ".partial")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _version(package: str) -> str:

@@ -9,7 +9,7 @@ from flwr.app import Error, Message, MessageType
 from flwr.supercore.task_identity import TaskIdentity
 
 from fl_dpgan.config import Plan
-from fl_dpgan.federation import FedDPGAN, Site
+from fl_dpgan.federation import FedDPGAN, Policy, Records, Site
 from fl_dpgan.networks import Discriminator, Generator
 from fl_dpgan.runs import RunFolder
 
@@ -74,17 +74,15 @@ class Federation:
         random = torch.Generator().manual_seed(100 + number)
         return torch.rand(records, 1, 28, 28, generator=random) * 2 - 1, torch.arange(records) % 2
 
-    def site(self, number: int, *, data=None, eps_max: float = 10.0) -> Site:
+    def site(self, number: int, *, data=None, eps_max: float = 10.0, **policy) -> Site:
         generator, discriminator = self.networks()
         return Site(
             f"site-{number}",
-            data or self.data(number),
-            declared_size=40,
+            Records(*(data or self.data(number))),
+            policy=Policy.model_validate({"declared_size": 40, "eps_max": eps_max, **policy}),
             generator=generator,
             discriminator=discriminator,
             ledger=self.path / "ledgers" / f"site-{number}.sqlite",
-            eps_max=eps_max,
-            delta=1e-5,
             learning_rate=1e-3,
             seed=self.plan.seed,
         )

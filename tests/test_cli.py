@@ -10,8 +10,8 @@ from PIL import Image
 
 from fl_dpgan import cli
 from fl_dpgan.config import load_scenario
-from fl_dpgan.federation.simulation import networks
 from fl_dpgan.federation.strategy import FedDPGAN
+from fl_dpgan.networks import from_config
 from fl_dpgan.runs import RunFolder
 
 
@@ -29,7 +29,7 @@ def finished(tmp_path: Path) -> Path:
     """A run's folder with a checkpoint, made without training."""
     scenario = load_scenario("digits", ["evaluation.images=100", "evaluation.epochs=1"])
     folder = RunFolder.create(tmp_path / "run", scenario)
-    FedDPGAN(scenario, *networks(scenario), folder=folder, run="test")._checkpoint(1)
+    FedDPGAN(scenario, *from_config(scenario.model, scenario.seed), folder=folder, run="test")._checkpoint(1)
     return folder.path
 
 
@@ -57,7 +57,7 @@ BAD = {
         ["digits", "--set", "data.partition=pathological", "--set", "data.classes_per_site=2"],
         "has no record of class",
     ),
-    "declared too much": (["digits", "--set", "data.declared_size=1000"], "too few for its declared size 1000"),
+    "declared too much": (["digits", "--set", "data.declared_size=1000"], "too few for the declared size 1000"),
     "no data folder": (["mnist", "--data-dir", ""], "data_dir"),
     "clipping": (["digits", "--set", "privacy.clipping={rule='epsilon_adaptive', c_min=2.0, c_max=1.0}"], "c_min = 2"),
 }
@@ -98,7 +98,7 @@ def test_an_out_that_holds_another_run_is_refused_and_untouched(finished, monkey
     assert before == {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("command", [["budget"], ["evaluate"], ["generate", "--out", "x"]])
+@pytest.mark.parametrize("command", [["report"], ["evaluate"], ["generate", "--out", "x"]])
 def test_a_folder_without_a_run_is_named(command, tmp_path, monkeypatch, capsys):
     assert run(monkeypatch, command[0], tmp_path / "nowhere", *command[1:]) == 2
     assert "holds no run" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from fl_dpgan.privacy.ledger import Ledger
+from fl_dpgan.privacy.ledger import LedgerReader
 
 pytestmark = pytest.mark.slow
 SETTINGS = [
@@ -50,13 +50,13 @@ def test_a_run_that_is_killed_is_continued_on_the_same_ledgers_and_leaves_no_pro
     _, alive = psutil.wait_procs(family, timeout=60)
     assert [p.name() for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
 
-    before = {p.name: len(Ledger(p).rows()) for p in (out / "ledgers").glob("*.sqlite")}
+    before = {p.name: len(LedgerReader(p).charges()) for p in (out / "ledgers").glob("*.sqlite")}
     assert min(before.values()) >= 2
     done = subprocess.run(command(out, "--resume"), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     assert rounds(out) == list(range(1, 61))
     for path in (out / "ledgers").glob("*.sqlite"):
-        events = Ledger(path).rows()
+        events = LedgerReader(path).charges()
         assert 60 <= len(events) <= 61  # a round that the kill cut between charge and answer is charged twice
         assert len(events) > before[path.name]
     assert (out / "samples.png").is_file()

@@ -38,11 +38,15 @@ class _Stream(Protocol):
 
 @dataclass(frozen=True)
 class RawImages:
-    """Records as stored: `images` yields one uint8 (H, W) or (H, W, 3) array for each of the int64 (N,) `labels`."""
+    """Records as stored: `images` yields one uint8 (H, W) or (H, W, 3) array for each of the int64 (N,) `labels`.
+
+    `patients` holds each record's patient id, where the source has them.
+    """
 
     images: Iterable[NDArray[np.uint8]]
     labels: NDArray[np.int64]
     classes: tuple[str, ...]
+    patients: tuple[str, ...] | None = None
 
 
 def bad(where: Path | str, what: str, remedy: str) -> DataError:
@@ -187,7 +191,7 @@ def read_folder(root: Path, split: str) -> RawImages:
             raise bad(folder, "the class folder holds no PNG or JPEG image", "add images or remove the class")
         files += found
         labels += [label] * len(found)
-    return RawImages(_decode_all(files), np.array(labels, np.int64), classes)
+    return RawImages(decode_all(files), np.array(labels, np.int64), classes)
 
 
 def _class_folders(folder: Path) -> tuple[str, ...]:
@@ -200,8 +204,8 @@ def _class_folders(folder: Path) -> tuple[str, ...]:
     return names
 
 
-def _decode_all(files: list[Path]) -> Iterator[NDArray[np.uint8]]:
-    """Decode each file to uint8 (H, W) or (H, W, 3)."""
+def decode_all(files: list[Path]) -> Iterator[NDArray[np.uint8]]:
+    """Decode each file to uint8 (H, W) or (H, W, 3), one at a time; DataError for one that is unreadable or deep."""
     from PIL import Image
 
     for path in files:

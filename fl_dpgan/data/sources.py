@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_dpgan.data.formats import RawImages, bad, read_folder, read_idx_pair, read_npz
+from fl_dpgan.data.manifest import read_manifest
 from fl_dpgan.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -44,16 +45,20 @@ _MEDMNIST_SOURCES = {
     "breastmnist": ("BreastMNIST", ("malignant", "normal, benign")),
     "retinamnist": ("RetinaMNIST", ("0", "1", "2", "3", "4")),
 }
-SOURCES = ("digits", *_IDX_SOURCES, *_MEDMNIST_SOURCES, "npz", "folder")
+SOURCES = ("digits", *_IDX_SOURCES, *_MEDMNIST_SOURCES, "npz", "folder", "manifest")
 
 
 @dataclass(frozen=True)
 class ImageData:
-    """Labelled images: uint8 (N, C, S, S) in 0..255, int64 labels (N,) in 0..len(classes)-1, and class names."""
+    """Labelled images: uint8 (N, C, S, S) in 0..255, int64 labels (N,) in 0..len(classes)-1, and class names.
+
+    `patients` holds each record's patient id (N,), where the source has them.
+    """
 
     images: NDArray[np.uint8]
     labels: NDArray[np.int64]
     classes: tuple[str, ...]
+    patients: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         """Return the number of records, N."""
@@ -65,7 +70,8 @@ class ImageData:
         wrong = chosen[(chosen < 0) | (chosen >= len(self))]
         if wrong.size:
             raise bad("subset", f"index {wrong[0]} is outside 0..{len(self) - 1}", "pass indices of this data set")
-        return ImageData(self.images[chosen], self.labels[chosen], self.classes)
+        patients = None if self.patients is None else tuple(self.patients[i] for i in chosen)
+        return ImageData(self.images[chosen], self.labels[chosen], self.classes, patients)
 
 
 def to_tensor(images: NDArray[np.uint8]) -> torch.Tensor:
@@ -104,7 +110,7 @@ def load(
     images = np.empty((len(raw.labels), channels, size, size), np.uint8)
     for row, image in enumerate(raw.images):
         images[row] = _fit(image, size, channels)
-    return ImageData(images, raw.labels, raw.classes)
+    return ImageData(images, raw.labels, raw.classes, raw.patients)
 
 
 def _fit(image: NDArray[np.uint8], size: int, channels: int) -> NDArray[np.uint8]:
@@ -147,6 +153,8 @@ def _read_files(source: str, split: Split, data_dir: Path | None, download: bool
         raise bad(data_dir, "data_dir is not an existing folder", "set data_dir to the folder that holds the files")
     if source == "folder":
         return read_folder(data_dir, split)
+    if source == "manifest":
+        return read_manifest(data_dir / "manifest.csv", split)
     if source in _MEDMNIST_SOURCES:
         name, classes = _MEDMNIST_SOURCES[source]
         places = [data_dir / f"{source}.npz", data_dir / "MedMNIST" / f"{source}.npz"]

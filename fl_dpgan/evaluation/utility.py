@@ -6,6 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from fl_dpgan.config import EvaluationConfig
+from fl_dpgan.training.generator import draw
+
 
 def classifier(channels: int, size: int, num_classes: int) -> nn.Module:
     """A small CNN: two convolutions of 32 and 64 channels, each halved by max pooling, and one hidden layer of 128."""
@@ -41,6 +44,16 @@ def train_classifier(
                 optimizer.step()
             on_epoch()
     return model.eval()
+
+
+def classifier_of(
+    generator: nn.Module, settings: EvaluationConfig, *, seed: int, on_epoch: Callable[[], None] = lambda: None
+) -> nn.Module:
+    """The CNN trained on `settings.images` images drawn from this generator, all classes in equal numbers."""
+    num_classes = int(generator.num_classes)  # type: ignore[arg-type]
+    labels = torch.arange(settings.images) % num_classes
+    images = draw(generator, labels, seed=seed + 2)
+    return train_classifier(images, labels, num_classes, epochs=settings.epochs, seed=seed, on_epoch=on_epoch)
 
 
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:

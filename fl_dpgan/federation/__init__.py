@@ -2,5 +2,7 @@
 
 from fl_dpgan.federation.site import Site
 from fl_dpgan.federation.strategy import FedDPGAN
+from fl_dpgan.privacy.policy import Policy
+from fl_dpgan.training.records import Records
 
-__all__ = ["FedDPGAN", "Site"]
+__all__ = ["FedDPGAN", "Policy", "Records", "Site"]

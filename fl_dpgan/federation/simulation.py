@@ -14,16 +14,22 @@ import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
+from numpy.typing import NDArray
 from torch import nn
 
 from fl_dpgan.config import Scenario
 from fl_dpgan.data import ImageData, load, partition, to_tensor
 from fl_dpgan.errors import ConfigError, DataError
+from fl_dpgan.evaluation.utility import classifier, classifier_of
 from fl_dpgan.federation.reaper import watch
 from fl_dpgan.federation.site import Site
 from fl_dpgan.federation.strategy import FedDPGAN
-from fl_dpgan.networks import Discriminator, Generator
+from fl_dpgan.networks import from_config
+from fl_dpgan.privacy.policy import Policy
+from fl_dpgan.privacy.units import Units
+from fl_dpgan.report.synthetic import sample_grid
 from fl_dpgan.runs import RunFolder
+from fl_dpgan.training.records import Records, check_units
 
 OnRound = Callable[[dict[str, Any]], None]
 
@@ -41,20 +47,8 @@ class Job:
         return RunFolder.open(self.out)
 
 
-def networks(scenario: Scenario) -> tuple[nn.Module, nn.Module]:
-    """The scenario's G and D, initialised from its seed; the caller's random state is left as it was."""
-    model = scenario.model
-    shape = {"size": model.size, "channels": model.channels, "num_classes": model.num_classes}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(scenario.seed)
-        generator = Generator(**shape, latent_dim=model.latent_dim, width=model.g_width)
-        return generator, Discriminator(**shape, width=model.d_width)
-
-
 @lru_cache(maxsize=2)
-def split_data(
-    scenario: Scenario, data_dir: Path | None
-) -> tuple[ImageData, list[np.ndarray[Any, np.dtype[np.int64]]]]:
+def split_data(scenario: Scenario, data_dir: Path | None) -> tuple[ImageData, list[NDArray[np.int64]]]:
     """The training images and each site's indices, checked against what the scenario declares.
 
     Raises:
@@ -67,15 +61,11 @@ def split_data(
         raise ConfigError(
             f"model.num_classes = {model.num_classes}, but {data.source} has {len(images.classes)}; set it to that"
         )
-    parts = partition(
-        images.labels,
-        kind=data.partition,
-        num_sites=scenario.federation.sites,
-        seed=scenario.seed,
-        alpha=data.alpha,
-        sizes=data.sizes,
-        classes_per_site=data.classes_per_site,
-    )
+    if scenario.privacy.unit == "patient" and images.patients is None:
+        raise ConfigError(
+            f"privacy.unit = 'patient', but {data.source} has no patient ids; use data.source = 'manifest'"
+        )
+    parts = _parts(scenario, images)
     for index, part in enumerate(parts):
         missing = sorted(set(range(model.num_classes)) - set(images.labels[part].tolist()))
         if missing and not data.allow_missing_classes:
@@ -83,23 +73,64 @@ def split_data(
             raise DataError(
                 f"site-{index} has no record of class {named}; partition otherwise, or set data.allow_missing_classes"
             )
-        if len(part) < 0.9 * scenario.declared_size(index):
-            raise DataError(
-                f"site-{index} has {len(part)} records, too few for its declared size {scenario.declared_size(index)}; "
-                f"set data.declared_size to at most {len(part)}"
-            )
     return images, parts
+
+
+def _parts(scenario: Scenario, images: ImageData) -> list[NDArray[np.int64]]:
+    """Each site's indices. All images of a patient go to one site: at two, the patient would spend at both."""
+    data = scenario.data
+    labels, members = images.labels, None
+    if scenario.privacy.unit == "patient":
+        _, first, codes = np.unique(np.asarray(images.patients), return_index=True, return_inverse=True)
+        labels, members = labels[first], codes
+    parts = partition(
+        labels,
+        kind=data.partition,
+        num_sites=scenario.federation.sites,
+        seed=scenario.seed,
+        alpha=data.alpha,
+        sizes=data.sizes,
+        classes_per_site=data.classes_per_site,
+    )
+    return parts if members is None else [np.flatnonzero(np.isin(members, part)) for part in parts]
+
+
+def _records(scenario: Scenario, images: ImageData, part: NDArray[np.int64]) -> Records:
+    mine = images.subset(part)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    patients = mine.patients if scenario.privacy.unit == "patient" else None
+    return Records(to_tensor(mine.images).to(device), torch.from_numpy(mine.labels).to(device), patients)
 
 
 def check(scenario: Scenario, data_dir: Path | None) -> None:
     """Refuse plans and data that cannot work, before anything is made or charged for them.
 
     Raises:
-        ConfigError: a site's plan is impossible. DataError: as for `split_data`.
+        ConfigError: a site's plan is impossible. DataError: as for `split_data`, or a site falls short of its size.
     """
     for index in range(scenario.federation.sites):
         scenario.site_plan(scenario.declared_size(index))
-    split_data(scenario, data_dir)
+    images, parts = split_data(scenario, data_dir)
+    for index, part in enumerate(parts):
+        patients = images.subset(part).patients if scenario.privacy.unit == "patient" else None
+        try:
+            check_units(Units(len(part), patients), scenario.declared_size(index))
+        except DataError as error:
+            raise DataError(f"site-{index}: {error}") from error
+
+
+def policy(scenario: Scenario, index: int) -> Policy:
+    """A simulated site's policy: it accepts the scenario, within the budget that the scenario gives this site."""
+    privacy = scenario.privacy
+    asked = ("discriminator_update", *(("evaluation_count",) if privacy.evaluation_noise else ()))
+    return Policy.model_validate(
+        {
+            "declared_size": scenario.declared_size(index), "unit": privacy.unit, "eps_max": scenario.budget(index),
+            "delta": privacy.delta, "eps_per_run": privacy.eps_max, "mechanisms": asked,
+            "largest_batch_size": privacy.batch_size, "largest_clipping_norm": privacy.clipping.largest,
+            "largest_d_steps": scenario.training.d_steps,
+        }
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
@@ -107,18 +138,16 @@ def simulated_site(job: Job, index: int) -> Site:
     """The site of this partition; built once a process."""
     scenario = job.folder.scenario
     images, parts = split_data(scenario, job.data_dir)
-    mine = images.subset(parts[index])
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator, discriminator = networks(scenario)
+    generator, discriminator = from_config(scenario.model, scenario.seed)
+    model = scenario.model
     return Site(
         f"site-{index}",
-        (to_tensor(mine.images).to(device), torch.from_numpy(mine.labels).to(device)),
-        declared_size=scenario.declared_size(index),
+        _records(scenario, images, parts[index]),
+        policy=policy(scenario, index),
         generator=generator,
         discriminator=discriminator,
+        classifier=classifier(model.channels, model.size, model.num_classes),
         ledger=job.folder.ledger(f"site-{index}"),
-        eps_max=scenario.budget(index),
-        delta=scenario.privacy.delta,
         learning_rate=scenario.training.d_learning_rate,
         seed=scenario.seed,
     )
@@ -135,16 +164,35 @@ def register_sites(app: ClientApp, job_of: Callable[[Context], Job]) -> None:
     def train(message: Message, context: Context) -> Message:
         return simulated_site(job_of(context), int(context.node_config["partition-id"])).train(message)
 
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return simulated_site(job_of(context), int(context.node_config["partition-id"])).evaluate(message)
 
-def serve(job: Job, grid: Grid, on_round: OnRound | None = None) -> None:
+
+def serve(job: Job, grid: Grid, on_round: OnRound = lambda record: None) -> None:
     """The server's part of a simulation: run the strategy in the job's folder to its end."""
-    scenario = job.folder.scenario
-    generator, discriminator = networks(scenario)
+    scenario, folder = job.folder.scenario, job.folder
+    model, settings = scenario.model, scenario.evaluation
+    generator, discriminator = from_config(model, scenario.seed)
     name = f"{scenario.name}-{hashlib.sha256(scenario.model_dump_json().encode()).hexdigest()[:12]}"
-    FedDPGAN(scenario, generator, discriminator, folder=job.folder, run=name, on_round=on_round).start(grid)
+
+    def train_on_synthetic(generator: nn.Module, number: int) -> nn.Module:
+        return classifier_of(generator, settings, seed=scenario.seed + number)
+
+    def after_round(record: dict[str, Any]) -> None:
+        number, rounds = record["round"], scenario.training.rounds
+        if "stopped" not in record and (number in (1, rounds) or number % max(1, rounds // 8) == 0):
+            folder.save_grid(sample_grid(strategy.average_generator, scenario), number)
+        on_round(record)
+
+    strategy = FedDPGAN(
+        scenario, generator, discriminator, folder=folder, run=name, on_round=after_round,
+        train_classifier=train_on_synthetic,
+    )  # fmt: skip
+    strategy.start(grid)
 
 
-def simulate(job: Job, on_round: OnRound | None = None) -> None:
+def simulate(job: Job, on_round: OnRound = lambda record: None) -> None:
     """Run the scenario in the job's folder on Ray, in this process and its workers; nothing stays behind.
 
     Raises:

@@ -1,21 +1,28 @@
-"""A site: it holds the data and the ledger, and answers a training request by charging, training and releasing D."""
+"""A site: it holds the data and the ledger, and answers a request by charging, then training, then releasing."""
 
 import copy
 import logging
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 from flwr.app import Message
 from safetensors.torch import load, save
-from torch import Tensor, nn
+from torch import nn
 
-from fl_dpgan.errors import BudgetError, DataError, WireError
+from fl_dpgan.errors import BudgetError, DataError, PolicyError, WireError
 from fl_dpgan.federation import wire
-from fl_dpgan.privacy.gradients import check_separable
-from fl_dpgan.privacy.ledger import Account, Ledger, LedgerRow, StoredAnswer
+from fl_dpgan.privacy.accountant import Event, best_order, steps_that_fit
+from fl_dpgan.privacy.entries import MAIN, Account, Charge
+from fl_dpgan.privacy.gradients import check_separable, mixes_samples
+from fl_dpgan.privacy.ledger import Ledger, LedgerReader, StoredAnswer
 from fl_dpgan.privacy.noise import KeyedGenerator
+from fl_dpgan.privacy.policy import Policy
+from fl_dpgan.privacy.verify import verify
 from fl_dpgan.training.discriminator import local_update
+from fl_dpgan.training.evaluation import noised_count
+from fl_dpgan.training.records import Records
 from fl_dpgan.training.state import load_optimizer, optimizer_tensors
 
 _log = logging.getLogger(__name__)
@@ -26,125 +33,200 @@ class Site:
 
     Args:
         name: the site's own name, stable over runs; it keys the ledger and the server's order of averaging.
-        data: images (N, channels, size, size) in [-1, 1] and labels (N,), never read outside the charged mechanism.
-        declared_size: N^, which becomes public.
+        data: the site's records, never read outside the charged mechanisms.
+        policy: what the site accepts; its declared size becomes public.
         generator, discriminator: the federation's networks, of which only the shapes matter.
-        ledger: path of the site's SQLite file; created with the first request.
-        eps_max, delta: the site's budget.
+        ledger: path of the site's SQLite file; created with the first accepted request.
         learning_rate: of D's Adam optimiser.
+        classifier: takes part in evaluation counts, where the policy lets them leave.
+        budget: which of the ledger's budgets these data are charged to.
         seed: for simulations only; left out, sampling and noise come from the operating system's entropy.
 
     Raises:
-        DataError: the data do not fit the declared size, are not finite, or do not match their labels.
+        DataError: the data do not fit the policy, or have labels that the federation has not.
         ConfigError: the discriminator mixes samples, or cannot be trained privately.
+        LedgerError: there is a ledger, and it does not verify.
     """
 
     def __init__(
         self,
         name: str,
-        data: tuple[Tensor, Tensor],
+        data: Records,
         *,
-        declared_size: int,
+        policy: Policy,
         generator: nn.Module,
         discriminator: nn.Module,
         ledger: Path,
-        eps_max: float,
-        delta: float,
         learning_rate: float,
+        classifier: nn.Module | None = None,
+        budget: str = MAIN,
         seed: int | None = None,
     ) -> None:
-        images, labels = data
-        if len(images) != len(labels) or not bool(torch.isfinite(images).all()):
-            raise DataError(
-                f"site {name}: {len(images)} images with {len(labels)} labels, or pixels that are not finite"
-            )
-        if len(labels) < 0.9 * declared_size:
-            raise DataError(
-                f"site {name} has {len(labels)} records, too few for its declared size {declared_size}; "
-                f"declare at most {len(labels)}"
-            )
-        num_classes = int(generator.num_classes)  # type: ignore[arg-type]
-        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
-            raise DataError(
-                f"site {name} has a label outside 0 to {num_classes - 1}; map its labels to the federation's"
-            )
-        self.name, self._data, self._declared_size = name, data, declared_size
+        try:
+            data.check(policy.declared_size, int(generator.num_classes))  # type: ignore[arg-type]
+            if data.units.name != policy.unit:
+                raise DataError(
+                    f"the policy protects {policy.unit}s, the data give {data.units.name}s; give patient ids"
+                )
+        except DataError as error:
+            raise DataError(f"site {name}: {error}") from error
+        images = data.images
+        self.name, self._data, self._policy = name, data, policy
         self._generator = copy.deepcopy(generator).to(images.device)
         self._discriminator = copy.deepcopy(discriminator).to(images.device)
+        self._classifier = copy.deepcopy(classifier).to(images.device) if classifier else None
         probe = torch.linspace(-1, 1, 2 * images[0].numel(), device=images.device).view(2, *images.shape[1:])
         check_separable(self._discriminator, probe, torch.zeros(2, dtype=torch.int64, device=images.device))
-        self._ledger_path, self._eps_max, self._delta = ledger, eps_max, delta
+        if self._classifier and mixes_samples(self._classifier.eval(), probe):
+            raise DataError(f"site {name}: the classifier's output for one image depends on another; use another")
+        self._ledger_path, self._budget = ledger, budget
         self._learning_rate, self._seed = learning_rate, seed
+        if ledger.exists():
+            verify(ledger)
 
     def hello(self, message: Message) -> Message:
-        """Introduce the site: its name and declared size."""
-        return Message(wire.pack(wire.Hello(site=self.name, declared_size=self._declared_size)), reply_to=message)
+        """Introduce the site: its name, declared size and unit, and the order of its ledger if it has one."""
+        order = None
+        if self._ledger_path.exists():
+            with closing(LedgerReader(self._ledger_path)) as ledger:
+                order = ledger.account.order
+        policy = self._policy
+        hello = wire.Hello(site=self.name, declared_size=policy.declared_size, unit=policy.unit, order=order)
+        return Message(wire.pack(hello), reply_to=message)
 
     def train(self, message: Message) -> Message:
-        """Answer a training request. Whatever goes wrong, the answer speaks of public numbers alone."""
-        round_number = 0
+        """Answer a training request with D's weights; whatever goes wrong, the answer speaks of public numbers."""
+        return self._reply(message, "discriminator_update")
+
+    def evaluate(self, message: Message) -> Message:
+        """Answer with a noised count of the images that a classifier trained on synthetic ones gets right."""
+        return self._reply(message, "evaluation_count")
+
+    def _reply(self, message: Message, mechanism: str) -> Message:
+        number = 0
         try:
             request, tensors = wire.unpack(message, wire.Request)
-            round_number = request.round
-            body = self._train(request, tensors)
+            number = request.round
+            if request.mechanism != mechanism:
+                raise WireError(f"a request for {request.mechanism} in a message for {mechanism}")
+            answer = self._serve(request, tensors)
         except BudgetError as error:
-            return self._answer(message, round_number, "withdrawn", str(error))
+            return self._refusal(message, number, "withdrawn", "eps_max", str(error))
+        except PolicyError as error:
+            return self._refusal(message, number, "refused", error.rule, str(error))
         except WireError as error:
-            return self._answer(message, round_number, "refused", str(error))
+            return self._refusal(message, number, "refused", "wire", str(error)[:500])
         except Exception:
             # the boundary: Flower would send the exception's text to the server, and a text may quote a record
-            _log.exception("site %s failed in round %d", self.name, round_number)
-            return self._answer(message, round_number, "failed", "an error at the site, written to its own log")
-        return self._answer(message, round_number, "trained", tensors=body)
+            _log.exception("site %s failed in round %d", self.name, number)
+            return self._refusal(message, number, "failed", "", "an error at the site, written to its own log")
+        return Message(wire.pack_text(answer.header, answer.body), reply_to=message)
 
-    def _answer(self, message: Message, number: int, status: str, reason: str = "", tensors: bytes = b"") -> Message:
-        header = wire.Answer.model_validate({"site": self.name, "round": number, "status": status, "reason": reason})
-        return Message(wire.pack(header, tensors), reply_to=message)
+    def _refusal(self, message: Message, number: int, status: Any, rule: str, reason: str) -> Message:
+        answer = wire.Answer(site=self.name, round=number, status=status, rule=rule, reason=reason)
+        return Message(wire.pack(answer), reply_to=message)
 
-    def _train(self, request: wire.Request, tensors: bytes) -> bytes:
-        plan = request.plan
-        if request.site != self.name or plan.declared_size != self._declared_size or plan.delta != self._delta:
-            raise WireError(
-                f"the plan is for site {request.site} with N^ = {plan.declared_size}, delta = {plan.delta:g}; this is "
-                f"{self.name} with {self._declared_size} and {self._delta:g}"
-            )
-        ledger = self._open_ledger(plan.order)
-        try:
+    def _serve(self, request: wire.Request, tensors: bytes) -> StoredAnswer:
+        if request.site != self.name:
+            raise WireError(f"a request for site {request.site}; this is {self.name}")
+        self._policy.check(request.plan, request.mechanism)
+        with closing(self._open_ledger(request)) as ledger:
+            if request.anchor and not ledger.holds(request.anchor):
+                raise PolicyError("anchor", _LOST)
+            if request.plan.order != ledger.account.order:
+                raise PolicyError(
+                    "order", f"the plan has order {request.plan.order:g}, the ledger {ledger.account.order:g}"
+                )
             digest = wire.digest(request, tensors)
-            stored = ledger.last_answer(request.run)
+            stored = ledger.last_answer(request.run, request.mechanism)
             if stored and stored.request == request.id:
                 if stored.digest != digest:
                     raise WireError(f"request {request.id} was answered before with other content; ask for a new round")
-                return stored.body
-            wire.restore(tensors, discriminator=self._discriminator, generator=self._generator)
-            first_step = ledger.steps(request.run)
-            last_norm = plan.clipping_norm(first_step + plan.d_steps - 1)
-            ledger.charge(
-                LedgerRow(plan.event(plan.d_steps), last_norm, request.run, request.round, request.id, plan.digest)
-            )
-            optimizer = torch.optim.Adam(self._discriminator.parameters(), lr=self._learning_rate, betas=(0.5, 0.99))
-            if stored:
-                load_optimizer(optimizer, load(stored.state))
-            random = (
-                KeyedGenerator.from_os()
-                if self._seed is None
-                else KeyedGenerator.from_seed(self._seed, self.name, request.round, first_step)
-            )
-            local_update(
-                self._discriminator, self._generator, optimizer, self._data, plan, first_step=first_step, random=random
-            )
-            body = wire.dump(discriminator=self._discriminator)
-            state = save({key: value.cpu() for key, value in optimizer_tensors(optimizer).items()})
-            ledger.store_answer(request.run, StoredAnswer(request.id, digest, body, state))
-            return body
-        finally:
-            ledger.close()
+                return stored
+            if request.mechanism == "evaluation_count":
+                return self._count(ledger, request, tensors, digest)
+            return self._update(ledger, request, tensors, digest, stored)
 
-    def _open_ledger(self, order: float) -> Ledger:
-        account = Account(self.name, self._declared_size, self._eps_max, self._delta, order)
-        if self._ledger_path.is_file():  # the order was fixed when the ledger was created
-            existing = Ledger(self._ledger_path)
-            if replace(account, order=existing.account.order) == existing.account:
-                return existing
-            existing.close()
+    def _update(
+        self, ledger: Ledger, request: wire.Request, tensors: bytes, digest: str, before: StoredAnswer | None
+    ) -> StoredAnswer:
+        plan = request.plan
+        wire.restore(tensors, discriminator=self._discriminator, generator=self._generator)
+        first_step = ledger.steps(request.run, budget=self._budget)
+        state = load(before.state) if before else {}
+        norm = float(state.pop("clipping_norm")) if state else plan.clipping_norm(first_step)
+        head = self._charge(ledger, request, plan.event, norm)
+        optimizer = torch.optim.Adam(self._discriminator.parameters(), lr=self._learning_rate, betas=(0.5, 0.99))
+        if state:
+            load_optimizer(optimizer, state)
+        following = local_update(
+            self._discriminator, self._generator, optimizer, self._data, plan,
+            first_step=first_step, random=self._random(request.round, first_step), clipping_norm=norm,
+        )  # fmt: skip
+        kept = {key: value.cpu() for key, value in optimizer_tensors(optimizer).items()}
+        kept["clipping_norm"] = torch.tensor(following, dtype=torch.float64)
+        answer = wire.Answer(site=self.name, round=request.round, status="trained", head=head)
+        body = wire.dump(discriminator=self._discriminator)
+        return self._store(ledger, request, digest, answer, body, save(kept))
+
+    def _count(self, ledger: Ledger, request: wire.Request, tensors: bytes, digest: str) -> StoredAnswer:
+        event = request.plan.evaluation
+        if event is None or self._classifier is None:
+            raise PolicyError(
+                "mechanisms", "an evaluation count without noise in the plan, or without a classifier here"
+            )
+        wire.restore(tensors, classifier=self._classifier)
+        head = self._charge(ledger, request, event, 0.0)
+        count = noised_count(self._classifier, self._data, event, self._random("evaluation", request.round))
+        answer = wire.Answer(site=self.name, round=request.round, status="counted", head=head, count=count)
+        return self._store(ledger, request, digest, answer, b"", b"")
+
+    def _charge(self, ledger: Ledger, request: wire.Request, event: Event, norm: float) -> str:
+        return ledger.charge(
+            Charge(event, norm, request.run, request.round, request.id, request.plan.eps_max, request.plan.digest,
+                   self._budget)
+        )  # fmt: skip
+
+    def _store(
+        self, ledger: Ledger, request: wire.Request, digest: str, answer: wire.Answer, body: bytes, state: bytes
+    ) -> StoredAnswer:
+        stored = StoredAnswer(request.id, digest, answer.model_dump_json(), body, state)
+        ledger.store_answer(request.run, stored, answer.head, request.mechanism)
+        return stored
+
+    def _random(self, *parts: int | str) -> KeyedGenerator:
+        if self._seed is None:
+            return KeyedGenerator.from_os()
+        return KeyedGenerator.from_seed(self._seed, self.name, *parts)
+
+    def _open_ledger(self, request: wire.Request) -> Ledger:
+        policy, plan = self._policy, request.plan
+        if self._ledger_path.exists():
+            ledger = Ledger(self._ledger_path)
+            account = ledger.account
+            size = ledger.budgets.get(self._budget)
+            terms = (account.site, account.eps_max, account.delta, account.unit, size)
+            if terms == (self.name, policy.eps_max, policy.delta, policy.unit, policy.declared_size):
+                return ledger
+            ledger.close()
+            raise DataError(
+                f"the ledger {self._ledger_path} was created for other terms than the policy's (name, eps_max, delta, "
+                f"unit, declared size: {terms}); use the ledger's terms, or declare a disjoint budget"
+            )
+        if request.anchor:
+            raise PolicyError("anchor", _LOST)
+        # the site computes the order itself: the server must not tie the ledger to one that suits nobody
+        order = best_order(plan.whole_run, policy.delta)
+        if plan.order != order:
+            raise PolicyError("order", f"the plan has order {plan.order:g}, a new ledger would have {order:g}")
+        fits = steps_that_fit(spent_rdp=0.0, event=plan.event, order=order, delta=policy.delta, cap=policy.eps_max)
+        if fits < plan.d_steps:
+            raise BudgetError(f"the plan does not fit a budget of eps_max = {policy.eps_max:g}: {fits} would still fit")
+        account = Account(self.name, policy.declared_size, policy.eps_max, policy.delta, order, policy.unit)
         return Ledger(self._ledger_path, account)
+
+
+_LOST = (
+    "the server remembers a newer entry than this site's ledger holds: an older copy may have been put in its place; "
+    "put back the newest one"
+)

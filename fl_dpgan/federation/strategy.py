@@ -1,8 +1,9 @@
 """FedDPGAN: the Flower strategy that averages the sites' discriminators and trains the shared generator."""
 
 import copy
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +29,20 @@ class SiteRecord:
     node: int
     plan: SitePlan
     steps: int = 0  # D steps of requests that may have been charged
+    evaluations: int = 0  # evaluation counts likewise
+    head: str = ""  # newest hash of the site's ledger that was seen
     withdrawn: str = ""
 
     @property
     def epsilon(self) -> float:
-        """The run's epsilon at this site, recomputed from the plan and the steps asked for."""
-        return self.plan.epsilon_after(self.steps)
+        """The run's epsilon at this site, recomputed from the plan and from what was asked for."""
+        return self.plan.epsilon_after(self.steps, self.evaluations)
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the site: all but what a new start of the run finds out anew."""
+        kept = {"steps": self.steps, "evaluations": self.evaluations, "head": self.head}
+        return {"plan": self.plan.model_dump(mode="json"), **kept}
 
 
 class FedDPGAN(Strategy):
@@ -46,6 +55,8 @@ class FedDPGAN(Strategy):
         folder: where checkpoints and the round log go; a checkpoint in it is continued.
         run: the run's name at the sites; the same for a resumed run.
         on_round: called with each round's log record.
+        train_classifier: trains a classifier on images of the generator that it is given; for the evaluation counts
+            that the plan may ask for. Called with that generator and the round.
     """
 
     def __init__(
@@ -57,7 +68,11 @@ class FedDPGAN(Strategy):
         folder: RunFolder,
         run: str,
         on_round: Callable[[dict[str, Any]], None] | None = None,
+        train_classifier: Callable[[nn.Module, int], nn.Module] | None = None,
     ) -> None:
+        if plan.privacy.evaluation_noise is not None and train_classifier is None:
+            raise ConfigError("privacy.evaluation_noise asks for evaluation counts; give FedDPGAN a train_classifier")
+        self._train_classifier = train_classifier
         self.plan, self._folder, self._run = plan, folder, run
         self._on_round = on_round or (lambda record: None)
         self.discriminator = discriminator
@@ -70,7 +85,7 @@ class FedDPGAN(Strategy):
         )
         self.sites: dict[str, SiteRecord] = {}
         self._asked: list[tuple[Message, str]] = []  # Flower gives a message its id when it sends it
-        self._steps: dict[str, int] = {}
+        self._memory: dict[str, dict[str, Any]] = {}
         self._done = 0
         self._outcomes: dict[str, dict[str, Any]] = {}
         self._resume()
@@ -121,7 +136,8 @@ class FedDPGAN(Strategy):
                 break
             arrays = new_arrays
             result.train_metrics_clientapp[number] = metrics
-            record = self._record(number, time.monotonic() - began, metrics)
+            counted = self._evaluate(number, arrays, grid)
+            record = self._record(number, time.monotonic() - began, metrics, counted)
             self._folder.log_round(record)
             self._checkpoint(number)
             self._on_round(record)
@@ -133,13 +149,18 @@ class FedDPGAN(Strategy):
     ) -> Iterable[Message]:
         """One request per site that has not withdrawn, with D, G and the site's plan."""
         tensors = wire.dump(discriminator=self.discriminator, generator=self._trainer.generator)
+        return self._requests(server_round, tensors, "discriminator_update", MessageType.TRAIN)
+
+    def _requests(self, number: int, tensors: bytes, mechanism: Any, message_type: str) -> Iterator[Message]:
         self._asked = []
         for name in sorted(self.sites):
             site = self.sites[name]
             if site.withdrawn:
                 continue
-            request = wire.Request(run=self._run, round=server_round, site=name, plan=site.plan)
-            message = Message(wire.pack(request, tensors), dst_node_id=site.node, message_type=MessageType.TRAIN)
+            request = wire.Request(
+                run=self._run, round=number, site=name, plan=site.plan, mechanism=mechanism, anchor=site.head
+            )
+            message = Message(wire.pack(request, tensors), dst_node_id=site.node, message_type=message_type)
             self._asked.append((message, name))
             yield message
 
@@ -167,12 +188,41 @@ class FedDPGAN(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """No question is asked of real data: an evaluation at a site would have to be charged."""
-        return ()
+        """In the rounds that the plan names: a classifier trained on synthetic images, for a count at each site."""
+        privacy = self.plan.privacy
+        if self._train_classifier is None or privacy.evaluation_noise is None:
+            return ()
+        if server_round % privacy.evaluation_every:
+            return ()
+        classifier = self._train_classifier(self.average_generator, server_round)
+        return self._requests(server_round, wire.dump(classifier=classifier), "evaluation_count", MessageType.EVALUATE)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Nothing was asked."""
-        return None
+        """The classifier's accuracy over all sites that counted, and the standard deviation of the noise in it."""
+        counts: dict[str, float] = {}
+        for name, answer, _ in self._answers(server_round, replies):
+            if answer.status == "counted" and answer.count is not None:
+                counts[name] = answer.count
+        for name, outcome in self._outcomes.items():
+            if outcome["status"] not in ("withdrawn", "refused"):
+                self.sites[name].evaluations += 1
+        if not counts:
+            return None
+        declared = sum(self.sites[name].plan.declared_size for name in counts)
+        noise = (self.plan.privacy.evaluation_noise or 0.0) / 2 * len(counts) ** 0.5
+        # counts are shifted by half of the site's units, of which the declared size is the public estimate
+        accuracy = math.fsum(counts[name] for name in sorted(counts)) / declared + 0.5
+        return MetricRecord({"accuracy": accuracy, "noise_sd": noise / declared, "sites": len(counts)})
+
+    def _evaluate(self, number: int, arrays: ArrayRecord, grid: Grid) -> dict[str, Any] | None:
+        requests = list(self.configure_evaluate(number, arrays, ConfigRecord(), grid))
+        if not requests:
+            return None
+        trained = self._outcomes
+        replies = grid.send_and_receive(requests, timeout=self.plan.federation.round_timeout)
+        metrics = self.aggregate_evaluate(number, replies)
+        counted, self._outcomes = self._outcomes, trained
+        return {**(metrics or {}), "outcomes": counted}
 
     def _join(self, grid: Grid) -> None:
         federation = self.plan.federation
@@ -189,8 +239,15 @@ class FedDPGAN(Strategy):
                 continue
             if hello.site in self.sites:
                 raise FederationError(f"two nodes call themselves {hello.site!r}; give each site a name of its own")
-            plan = self.plan.site_plan(hello.declared_size)
-            self.sites[hello.site] = SiteRecord(reply.metadata.src_node_id, plan, self._steps.get(hello.site, 0))
+            try:
+                if hello.unit != self.plan.privacy.unit:
+                    raise ConfigError(f"site {hello.site} protects {hello.unit}s, the run {self.plan.privacy.unit}s")
+                # a resumed run goes on with the plan that the site has accepted
+                kept = self._memory.get(hello.site) or {"plan": self.plan.site_plan(hello.declared_size, hello.order)}
+            except ConfigError as error:
+                refusals.append(str(error))
+                continue
+            self.sites[hello.site] = SiteRecord(reply.metadata.src_node_id, **kept)
         if refusals:
             self._folder.log_round({"round": self._done, "not_joined": refusals})
         if len(self.sites) < federation.quorum:
@@ -199,9 +256,24 @@ class FedDPGAN(Strategy):
 
     def _read(self, server_round: int, replies: Iterable[Message]) -> dict[str, dict[str, Tensor]]:
         states: dict[str, dict[str, Tensor]] = {}
+        scratch = copy.deepcopy(self.discriminator)
+        for name, answer, tensors in self._answers(server_round, replies):
+            if answer.status != "trained":
+                continue
+            try:
+                wire.restore(tensors, discriminator=scratch)
+                states[name] = {key: value.clone() for key, value in scratch.state_dict().items()}
+            except WireError as error:
+                self._outcomes[name] = {"status": "left out", "reason": str(error)}
+        for name, outcome in self._outcomes.items():
+            if outcome["status"] not in ("withdrawn", "refused"):  # anything else may have been charged
+                self.sites[name].steps += self.sites[name].plan.d_steps
+        return {name: states[name] for name in sorted(states)}
+
+    def _answers(self, server_round: int, replies: Iterable[Message]) -> Iterator[tuple[str, wire.Answer, bytes]]:
+        """The well-formed answers to what this round asked; notes each site's outcome and its ledger's head."""
         self._outcomes = {name: {"status": "silent", "reason": "no answer in time"} for _, name in self._asked}
         asked = {message.metadata.message_id: name for message, name in self._asked}
-        scratch = copy.deepcopy(self.discriminator)
         for reply in replies:
             name = asked.get(reply.metadata.reply_to_message_id)
             if name is None:
@@ -210,18 +282,15 @@ class FedDPGAN(Strategy):
                 answer, tensors = wire.unpack(reply, wire.Answer)
                 if answer.site != name or answer.round != server_round:
                     raise WireError(f"an answer for site {answer.site}, round {answer.round}")
-                self._outcomes[name] = {"status": answer.status, "reason": answer.reason}
-                if answer.status == "trained":
-                    wire.restore(tensors, discriminator=scratch)
-                    states[name] = {key: value.clone() for key, value in scratch.state_dict().items()}
-                elif answer.status == "withdrawn":
-                    self.sites[name].withdrawn = answer.reason
             except WireError as error:
                 self._outcomes[name] = {"status": "left out", "reason": str(error)}
-        for name, outcome in self._outcomes.items():
-            if outcome["status"] not in ("withdrawn", "refused"):  # anything else may have been charged
-                self.sites[name].steps += self.sites[name].plan.d_steps
-        return {name: states[name] for name in sorted(states)}
+                continue
+            self._outcomes[name] = {"status": answer.status, "rule": answer.rule, "reason": answer.reason}
+            site = self.sites[name]
+            site.head = answer.head or site.head
+            if answer.status == "withdrawn":
+                site.withdrawn = answer.reason
+            yield name, answer, tensors
 
     def _stop_or_raise(self, number: int) -> None:
         left = [name for name, site in self.sites.items() if not site.withdrawn]
@@ -239,25 +308,31 @@ class FedDPGAN(Strategy):
 
     def _site_records(self) -> dict[str, dict[str, Any]]:
         return {
-            name: {"epsilon": site.epsilon, "d_steps": site.steps, **self._outcomes.get(name, {"status": "withdrawn"})}
+            name: {
+                "epsilon": site.epsilon,
+                "d_steps": site.steps,
+                "head": site.head,
+                **self._outcomes.get(name, {"status": "withdrawn"}),
+            }
             for name, site in sorted(self.sites.items())
         }
 
-    def _record(self, number: int, seconds: float, metrics: MetricRecord) -> dict[str, Any]:
-        return {
+    def _record(
+        self, number: int, seconds: float, metrics: MetricRecord, counted: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        record = {
             "round": number, "seconds": round(seconds, 3), "g_loss": metrics["g_loss"],
             "epsilon_min": metrics["epsilon_min"], "epsilon_max": metrics["epsilon_max"], "sites": self._site_records(),
         }  # fmt: skip
+        return record | ({"evaluation": counted} if counted else {})
 
     def _checkpoint(self, number: int) -> None:
         tensors = {
             f"{key}.{name}": t for key, module in self._modules.items() for name, t in module.state_dict().items()
         }
         tensors |= {f"optimizer.{name}": t for name, t in optimizer_tensors(self._trainer.optimizer).items()}
-        plans = {
-            name: {"plan": site.plan.model_dump(mode="json"), "steps": site.steps} for name, site in self.sites.items()
-        }
-        self._folder.save_checkpoint(tensors, {"run": self._run, "round": number, "sites": plans})
+        sites = {name: site.memory for name, site in self.sites.items()}
+        self._folder.save_checkpoint(tensors, {"run": self._run, "round": number, "sites": sites})
         self._done = number
 
     def _resume(self) -> None:
@@ -276,7 +351,9 @@ class FedDPGAN(Strategy):
             self._trainer.optimizer, {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
         )
         self._done = int(meta["round"])
-        self._steps = {name: int(site["steps"]) for name, site in meta["sites"].items()}
+        self._memory = {
+            name: {**site, "plan": SitePlan.model_validate(site["plan"])} for name, site in meta["sites"].items()
+        }
         self._folder.cut_log(self._done)
 
 

@@ -1,7 +1,6 @@
 """What crosses the network: a JSON header and safetensors, checked on arrival. Nothing is unpickled.
 
-A site sends the fields of `Answer` and `Hello` and nothing else. `site`, `declared_size` and the yes or no of taking
-part are public; the weights are the charged mechanism's output; `reason` speaks of public numbers only.
+A site sends the fields of `LEAVES` and nothing else; each says why it may leave.
 """
 
 import hashlib
@@ -15,9 +14,31 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from fl_dpgan.errors import WireError
+from fl_dpgan.privacy.entries import Unit
 from fl_dpgan.privacy.plan import SitePlan
 
 _RECORD = "fl_dpgan"
+
+
+#: Every field that leaves a site, by message, with the reason why it is safe. What is not listed does not leave.
+LEAVES = {
+    "Hello": {
+        "site": "public: the name that the site gave itself",
+        "declared_size": "public: declared in the site's policy, not counted from the data",
+        "unit": "public: the site's policy",
+        "order": "public: fixed when the ledger was created, from a plan or the policy",
+    },
+    "Answer": {
+        "site": "public: as in Hello",
+        "round": "public: repeated from the request",
+        "status": "public: follows from the request, the policy and the ledger's events, never from a record",
+        "rule": "public: a key of the site's policy",
+        "reason": "public: speaks of the request, the policy and the ledger's events",
+        "head": "public: hash of the newest ledger entry, over events that do not depend on records",
+        "count": "charged: the noised count of event `evaluation_count`",
+        "tensors": "charged: D's weights after the noised steps of event `discriminator_update`",
+    },
+}
 
 
 class _Header(BaseModel):
@@ -25,33 +46,44 @@ class _Header(BaseModel):
 
 
 class Hello(_Header):
-    """A site's answer to the server's first question."""
+    """A site's answer to the server's first question; `order` is its ledger's, if it has one already."""
 
     site: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     declared_size: int = Field(ge=1, le=10**10)
+    unit: Unit
+    order: float | None = Field(ge=2, le=1024, allow_inf_nan=False)
 
 
 class Request(_Header):
-    """One round's request to one site; the tensors are D's and G's weights."""
+    """One request to one site. Tensors: D's and G's weights, or for an evaluation count a classifier's.
+
+    `anchor` is the newest hash of the site's ledger that the server has seen: a site whose ledger does not hold it has
+    lost entries, and does not train.
+    """
 
     run: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
     round: int = Field(ge=1, le=10**7)
-    site: str
+    site: str = Field(max_length=64)
     plan: SitePlan
+    mechanism: Literal["discriminator_update", "evaluation_count"] = "discriminator_update"
+    anchor: str = Field("", pattern=r"^([0-9a-f]{64})?$")
 
     @property
     def id(self) -> str:
         """The same for a repetition of the request."""
-        return f"{self.run}/{self.round}/{self.site}"
+        return f"{self.run}/{self.round}/{self.site}/{self.mechanism}"
 
 
 class Answer(_Header):
-    """A site's answer: `trained` comes with D's weights, the others with a reason."""
+    """A site's answer: `trained` comes with D's weights, `counted` with a count, the rest with a rule and a reason."""
 
     site: str
     round: int
-    status: Literal["trained", "withdrawn", "refused", "failed"]
-    reason: str = ""
+    status: Literal["trained", "counted", "withdrawn", "refused", "failed"]
+    rule: str = Field("", max_length=64)
+    reason: str = Field("", max_length=1000)
+    head: str = Field("", pattern=r"^([0-9a-f]{64})?$")
+    count: float | None = Field(None, allow_inf_nan=False)
 
 
 H = TypeVar("H", bound=_Header)
@@ -59,7 +91,12 @@ H = TypeVar("H", bound=_Header)
 
 def pack(header: BaseModel, tensors: bytes = b"") -> RecordDict:
     """A message's content from a header and serialised tensors."""
-    return RecordDict({_RECORD: ConfigRecord({"header": header.model_dump_json(), "tensors": tensors})})
+    return pack_text(header.model_dump_json(), tensors)
+
+
+def pack_text(header: str, tensors: bytes) -> RecordDict:
+    """A message's content from a header's JSON text: the stored answer of a repeated request, byte for byte."""
+    return RecordDict({_RECORD: ConfigRecord({"header": header, "tensors": tensors})})
 
 
 def unpack(message: Message, kind: type[H]) -> tuple[H, bytes]:

@@ -8,6 +8,7 @@ from opacus.grad_sample import GradSampleModule
 from torch import Tensor, nn
 
 from fl_dpgan.errors import ConfigError
+from fl_dpgan.privacy.clipping import ClippingRule
 
 # images need no gradient here, which PyTorch says at every step of Opacus' hooks
 warnings.filterwarnings("ignore", message="Full backward hook is firing")
@@ -25,24 +26,29 @@ def check_separable(discriminator: nn.Module, images: Tensor, labels: Tensor) ->
     mixing = [
         name for name, module in discriminator.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)
     ]
-    with torch.no_grad():
-        training = discriminator.training
-        state = {key: value.clone() for key, value in discriminator.state_dict().items()}
-        discriminator.train()
-        torch.manual_seed(0)
-        first = discriminator(images, labels)[0]
-        changed = images.clone()
-        changed[1:] = -3 * changed[1:] + 1
-        torch.manual_seed(0)
-        second = discriminator(changed, labels)[0]
-        discriminator.load_state_dict(state)
-        discriminator.train(training)
-    if mixing or not torch.allclose(first, second, rtol=1e-4, atol=1e-5):
+    state = {key: value.clone() for key, value in discriminator.state_dict().items()}
+    training = discriminator.training
+    mixed = mixes_samples(discriminator.train(), images, labels)
+    discriminator.load_state_dict(state)
+    discriminator.train(training)
+    if mixing or mixed:
         layers = f" (layers {', '.join(mixing)})" if mixing else ""
         raise ConfigError(
             f"the discriminator's output for one sample depends on another{layers}; "
             "replace batch norm by group norm, or leave it out"
         )
+
+
+def mixes_samples(module: nn.Module, images: Tensor, *others: Tensor) -> bool:
+    """Whether the module's output for the first image changes when the other images do."""
+    changed = images.clone()
+    changed[1:] = -3 * changed[1:] + 1
+    outputs = []
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for batch in (images, changed):
+            torch.manual_seed(0)
+            outputs.append(module(batch, *others)[0])
+    return not torch.allclose(outputs[0], outputs[1], rtol=1e-4, atol=1e-5)
 
 
 def per_sample(module: nn.Module) -> GradSampleModule:
@@ -57,25 +63,27 @@ def per_sample(module: nn.Module) -> GradSampleModule:
         raise ConfigError(f"the discriminator cannot be trained privately: {str(error).splitlines()[0]}") from error
 
 
-def clipped_sum(grad_samples: Sequence[Tensor], clipping_norm: float) -> list[Tensor]:
+def clipped_sum(
+    grad_samples: Sequence[Tensor], clipping_norm: float, rule: ClippingRule
+) -> tuple[list[Tensor], Tensor]:
     """Clip each sample's gradient, over all parameters together, to L2 norm at most C, and add them up.
 
     A sample whose gradient is not finite counts as zero: whether and how a site answers must not depend on a record.
     Norms are taken in double precision, so a large but finite gradient does not overflow.
 
     Args:
-        grad_samples: one (n, *shape) tensor per parameter. clipping_norm: C > 0.
+        grad_samples: one (n, *shape) tensor per parameter. clipping_norm: C > 0. rule: says how it is clipped.
 
     Returns:
-        One (*shape) tensor per parameter.
+        One (*shape) tensor per parameter, and the norms before clipping (n,), infinite where a gradient is not finite.
     """
     per_parameter = [torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64) for g in grad_samples]
     norms = torch.linalg.vector_norm(torch.stack(per_parameter), dim=0)  # (n,)
     finite = torch.isfinite(norms)
-    factors = torch.where(finite, clipping_norm / norms.clamp(min=clipping_norm), 0.0)
+    factors = torch.where(finite, rule.factors(norms, clipping_norm), 0.0)
     factors = torch.where(factors < 1e-37, 0.0, factors)  # subnormal in single precision, where it could round up
     sums = []
     for g in grad_samples:
         clean = torch.where(finite.view(-1, *[1] * (g.dim() - 1)), g, 0.0)  # 0 times infinity would be NaN
         sums.append(torch.einsum("n,n...->...", factors.to(g.dtype), clean))
-    return sums
+    return sums, torch.where(finite, norms, torch.inf)

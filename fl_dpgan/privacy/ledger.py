@@ -1,4 +1,4 @@
-"""A site's durable, append-only account of what was spent on its data, in one SQLite file.
+"""A site's durable, append-only account of what was spent on its data, in one SQLite file (format: `entries`).
 
 The order is: `charge` (durable when it returns), train, `store_answer` (durable), release. A crash at any instant may
 over-count, never under-count. Epsilon is not stored; it is recomputed from the events.
@@ -6,198 +6,314 @@ over-count, never under-count. Epsilon is not stored; it is recomputed from the 
 
 import hashlib
 import json
+import os
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fl_dpgan.errors import BudgetError, LedgerError
-from fl_dpgan.privacy.accountant import Event, epsilon, steps_that_fit, total_rdp
+from fl_dpgan.files import sync
+from fl_dpgan.privacy.accountant import Event, epsilon_from_rdp, step_rdp, steps_that_fit
+from fl_dpgan.privacy.entries import (
+    FIRST_PREVIOUS,
+    FORMAT,
+    MAIN,
+    Account,
+    Charge,
+    Declaration,
+    account_payload,
+    charge_of,
+    charge_payload,
+    hash_of,
+    text_of,
+)
 
 _SCHEMA = """
-CREATE TABLE account (id INTEGER PRIMARY KEY CHECK (id = 1), site TEXT NOT NULL, unit TEXT NOT NULL,
-  relation TEXT NOT NULL, declared_size INTEGER NOT NULL, eps_max REAL NOT NULL, delta REAL NOT NULL,
-  rdp_order REAL NOT NULL) STRICT;
-CREATE TABLE events (seq INTEGER PRIMARY KEY AUTOINCREMENT, mechanism TEXT NOT NULL, sample_rate REAL NOT NULL,
-  noise_multiplier REAL NOT NULL, count INTEGER NOT NULL, clipping_norm REAL NOT NULL, run TEXT NOT NULL,
-  round INTEGER NOT NULL, request TEXT NOT NULL, plan TEXT NOT NULL, time REAL NOT NULL, previous TEXT NOT NULL,
-  hash TEXT NOT NULL) STRICT;
-CREATE TABLE answers (run TEXT PRIMARY KEY, request TEXT NOT NULL, digest TEXT NOT NULL, body BLOB NOT NULL,
-  state BLOB NOT NULL) STRICT;
-CREATE TRIGGER events_no_update BEFORE UPDATE ON events BEGIN SELECT RAISE(ABORT, 'events are append-only'); END;
-CREATE TRIGGER events_no_delete BEFORE DELETE ON events BEGIN SELECT RAISE(ABORT, 'events are append-only'); END;
-CREATE TRIGGER events_no_replace BEFORE INSERT ON events WHEN EXISTS (SELECT 1 FROM events WHERE seq = NEW.seq)
-BEGIN SELECT RAISE(ABORT, 'events are append-only'); END;
-CREATE TRIGGER account_no_replace BEFORE INSERT ON account WHEN EXISTS (SELECT 1 FROM account)
-BEGIN SELECT RAISE(ABORT, 'the account is fixed'); END;
-CREATE TRIGGER account_no_update BEFORE UPDATE ON account BEGIN SELECT RAISE(ABORT, 'the account is fixed'); END;
-CREATE TRIGGER account_no_delete BEFORE DELETE ON account BEGIN SELECT RAISE(ABORT, 'the account is fixed'); END;
+CREATE TABLE entries (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, payload TEXT NOT NULL, previous TEXT NOT NULL,
+  hash TEXT NOT NULL UNIQUE,
+  budget TEXT AS (payload ->> '$.budget'), run TEXT AS (payload ->> '$.run'),
+  mechanism TEXT AS (payload ->> '$.mechanism'), sample_rate TEXT AS (payload -> '$.sample_rate'),
+  noise_multiplier TEXT AS (payload -> '$.noise_multiplier'), count INTEGER AS (payload ->> '$.count')) STRICT;
+CREATE TABLE answers (run TEXT NOT NULL, mechanism TEXT NOT NULL, request TEXT NOT NULL, digest TEXT NOT NULL,
+  header TEXT NOT NULL, body BLOB NOT NULL, state BLOB NOT NULL, PRIMARY KEY (run, mechanism)) STRICT;
+CREATE INDEX entries_kinds ON entries (kind);
+CREATE INDEX entries_costs ON entries (budget, run, mechanism, sample_rate, noise_multiplier, count);
+CREATE TRIGGER entries_no_update BEFORE UPDATE ON entries BEGIN SELECT RAISE(ABORT, 'entries are append-only'); END;
+CREATE TRIGGER entries_no_delete BEFORE DELETE ON entries BEGIN SELECT RAISE(ABORT, 'entries are append-only'); END;
+CREATE TRIGGER entries_no_replace BEFORE INSERT ON entries WHEN EXISTS (SELECT 1 FROM entries WHERE seq >= NEW.seq)
+BEGIN SELECT RAISE(ABORT, 'entries are append-only'); END;
 """
 
-
-@dataclass(frozen=True)
-class Account:
-    """A ledger's terms, fixed when it is created.
-
-    Attributes:
-        site: the site's own name. unit: the privacy unit. relation: the neighbouring relation.
-        declared_size: N^. eps_max, delta: the budget. order: the RDP order at which the filter runs.
-    """
-
-    site: str
-    declared_size: int
-    eps_max: float
-    delta: float
-    order: float
-    unit: str = "image"
-    relation: str = "add/remove one"
-
-
-@dataclass(frozen=True)
-class LedgerRow:
-    """One event with its circumstances; `clipping_norm` is C at the event's last D step."""
-
-    event: Event
-    clipping_norm: float
-    run: str
-    round: int
-    request: str
-    plan: str
+# the rates come out as JSON text, which Python reads exactly; SQLite's own reading may be off in the last bit
+_COSTS = """SELECT mechanism, sample_rate, noise_multiplier, sum(count) FROM entries WHERE budget = ?"""
 
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """The last answer of a run, kept until the next: the request it answers, that request's digest, and the bytes."""
+    """The last answer of a run to one kind of request, kept until the next.
+
+    Attributes:
+        request, digest: the request it answers, and that request's digest.
+        header, body: the answer, byte for byte. state: what the site needs for the next request.
+    """
 
     request: str
     digest: str
+    header: str
     body: bytes
     state: bytes
 
 
-class Ledger:
-    """Opens a site's ledger, or creates it with the given account.
+class LedgerReader:
+    """Opens a site's ledger for reading; the file is not touched.
 
     Raises:
-        LedgerError: the file is not a ledger, cannot be opened, or belongs to another account.
+        LedgerError: the file is not a ledger, is damaged, or cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise LedgerError(f"no ledger at {path}; give the path of a site's .sqlite file")
+        # a write-ahead log beside the file holds its newest entries; a lone copy may be on a disk that is read-only
+        mode = "mode=ro" if path.with_name(path.name + "-wal").exists() else "mode=ro&immutable=1"
+        self._open(path, f"{path.absolute().as_uri()}?{mode}")
+        self._read_account()
+
+    def _open(self, path: Path, uri: str) -> None:
+        self.path = path
+        with self._errors():
+            self._db = sqlite3.connect(uri, uri=True, timeout=30, isolation_level=None)
+
+    def _read_account(self) -> None:
+        with self._errors():
+            if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'entries'").fetchone():
+                raise LedgerError(f"{self.path} is a database but not a ledger; give another path")
+            problem = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
+            first = self._db.execute("SELECT payload FROM entries WHERE seq = 1 AND kind = 'account'").fetchone()
+        if problem != "ok" or first is None:
+            raise LedgerError(
+                f"{self.path} is damaged ({problem}); put back a copy of it: nothing is trained without it"
+            )
+        terms = json.loads(first[0])
+        if terms.pop("format") != FORMAT:
+            raise LedgerError(f"{self.path} has another format than {FORMAT}; use the version that wrote it")
+        terms.pop("time")
+        self.account = Account(**terms)
+
+    def close(self) -> None:
+        """Close the file; everything charged or stored is already durable."""
+        self._db.close()
+
+    def charges(self, run: str | None = None) -> list[Charge]:
+        """All charges in order, or those of one run."""
+        found = map(charge_of, self.payloads("charge"))
+        return [charge for charge in found if run is None or charge.run == run]
+
+    def payloads(self, kind: str) -> Iterator[dict[str, Any]]:
+        """The entries of one kind in order, each with its `seq`."""
+        with self._errors():
+            found = self._db.execute("SELECT seq, payload FROM entries WHERE kind = ? ORDER BY seq", (kind,))
+            for seq, payload in found:
+                yield {"seq": seq, **json.loads(payload)}
+
+    def last_charge(self, budget: str = MAIN) -> Charge | None:
+        """The newest charge of D steps to a budget."""
+        with self._errors():
+            found = self._db.execute(
+                "SELECT payload FROM entries WHERE kind = 'charge' AND budget = ? "
+                "AND mechanism = 'discriminator_update' ORDER BY seq DESC LIMIT 1",
+                (budget,),
+            ).fetchone()
+            return charge_of(json.loads(found[0])) if found else None
+
+    def counts(self, budget: str = MAIN) -> tuple[int, int]:
+        """How many charges a budget has paid, and of how many of them no answer was stored, so none may have left."""
+        with self._errors():
+            events, unknown = self._db.execute(
+                "SELECT count(*), count(*) FILTER (WHERE seq NOT IN "
+                "(SELECT payload ->> '$.event' FROM entries WHERE kind = 'release')) FROM entries WHERE budget = ?",
+                (budget,),
+            ).fetchone()
+        return int(events), int(unknown)
+
+    def declarations(self) -> list[Declaration]:
+        """The budgets opened beside the first, in order."""
+        keys = ("name", "declared_size", "reason")
+        return [Declaration(**{key: payload[key] for key in keys}) for payload in self.payloads("disjoint")]
+
+    @property
+    def budgets(self) -> dict[str, int]:
+        """Each budget's declared size, by name."""
+        return {MAIN: self.account.declared_size, **{d.name: d.declared_size for d in self.declarations()}}
+
+    def totals(self, run: str | None = None, budget: str = MAIN) -> list[Event]:
+        """The events of a budget, or of one run of it, those of a kind added up into one."""
+        with self._errors():
+            of_run, names = ("", (budget,)) if run is None else (" AND run = ?", (budget, run))
+            found = self._db.execute(f"{_COSTS}{of_run} GROUP BY 1, 2, 3", names).fetchall()
+        return [Event(json.loads(q), json.loads(sigma), count, mechanism) for mechanism, q, sigma, count in found]
+
+    def epsilon(self, run: str | None = None, budget: str = MAIN) -> float:
+        """Epsilon spent, recomputed from the events, at the account's order and delta."""
+        return epsilon_from_rdp(self._rdp(run, budget), self.account.order, self.account.delta)
+
+    def steps_left(self, event: Event, budget: str = MAIN, *, run: str | None = None, cap: float | None = None) -> int:
+        """How many steps of this event's kind still fit the budget, or a run's share `cap` of it."""
+        return self._fitting(event, self._rdp(run, budget), self.account.eps_max if cap is None else cap)
+
+    def steps(self, run: str | None = None, mechanism: str = "discriminator_update", budget: str = MAIN) -> int:
+        """Steps of one mechanism charged."""
+        return sum(event.count for event in self.totals(run, budget) if event.mechanism == mechanism)
+
+    def head(self) -> str:
+        """Hash of the newest entry."""
+        with self._errors():
+            return str(self._db.execute("SELECT hash FROM entries ORDER BY seq DESC LIMIT 1").fetchone()[0])
+
+    def holds(self, anchor: str) -> bool:
+        """Whether an entry of this ledger has this hash."""
+        with self._errors():
+            return self._db.execute("SELECT 1 FROM entries WHERE hash = ?", (anchor,)).fetchone() is not None
+
+    def _rdp(self, run: str | None, budget: str) -> float:
+        events = self.totals(run, budget)
+        return sum(e.count * step_rdp(e.sample_rate, e.noise_multiplier, self.account.order) for e in events)
+
+    def _fitting(self, event: Event, spent_rdp: float, cap: float) -> int:
+        account = self.account
+        return steps_that_fit(spent_rdp=spent_rdp, event=event, order=account.order, delta=account.delta, cap=cap)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError, ValueError, KeyError) as error:
+            raise LedgerError(
+                f"the ledger {self.path} cannot be used: {error}; nothing is trained without it"
+            ) from error
+
+
+class Ledger(LedgerReader):
+    """Opens a site's ledger for charging, or creates it with the given account.
+
+    Raises:
+        LedgerError: the file is not a ledger, is damaged, cannot be written, or belongs to another account.
     """
 
     def __init__(self, path: Path, account: Account | None = None) -> None:
-        self.path = path
         if account is None and not path.is_file():
             raise LedgerError(f"no ledger at {path}; give the path of a site's .sqlite file")
+        if account is not None and not path.exists():
+            self._create(path, account)
+        self._open(path, f"{path.absolute().as_uri()}?mode=rw")
         with self._errors():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path, timeout=30, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
-            with self._transaction():
-                if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'account'").fetchone():
-                    if account is None:
-                        raise LedgerError(f"{path} is a database but not a ledger; give another path")
-                    self._create(account)
-            row = self._db.execute(
-                "SELECT site, declared_size, eps_max, delta, rdp_order, unit, relation FROM account"
-            ).fetchone()
-        if row is None:
-            raise LedgerError(f"{path} has lost its account; put back a copy of it")
-        self.account = Account(*row)
+        self._read_account()
         if account is not None and account != self.account:
             raise LedgerError(
                 f"{path} was created for other terms ({self.account}) than the ones asked for ({account}); "
                 "a site keeps one budget: use the terms of the ledger"
             )
 
-    def _create(self, account: Account) -> None:
-        for statement in _SCHEMA.strip().split(";\n"):
-            self._db.execute(statement)
-        self._db.execute(
-            "INSERT INTO account (id, site, declared_size, eps_max, delta, rdp_order, unit, relation) "
-            "VALUES (1, ?, ?, ?, ?, ?, ?, ?)",
-            (account.site, account.declared_size, account.eps_max, account.delta, account.order, account.unit,
-             account.relation),
-        )  # fmt: skip
+    def _create(self, path: Path, account: Account) -> None:
+        """Build the file under another name, so that a file at `path` is always a whole ledger."""
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
+        self.path = path
+        with self._errors():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.unlink(missing_ok=True)
+            self._open(temporary, f"{temporary.absolute().as_uri()}?mode=rwc")
+            self._db.execute("PRAGMA journal_mode=WAL")
+            with self._transaction():
+                for statement in _SCHEMA.strip().split(";\n"):
+                    self._db.execute(statement)
+                self._append("account", account_payload(account, time=time.time()))
+            self._db.close()
+            sync(temporary)
+            with suppress(FileExistsError):  # another process was first; its ledger is the one
+                os.link(temporary, path)
+            temporary.unlink()
+            sync(path.parent)
 
-    def close(self) -> None:
-        """Close the file; everything charged or stored is already durable."""
-        self._db.close()
-
-    def charge(self, row: LedgerRow) -> None:
-        """Append one event; it is on disk when this returns.
+    def charge(self, charge: Charge) -> str:
+        """Append one event; it is on disk when this returns. Gives the entry's hash.
 
         Raises:
-            BudgetError: epsilon would pass the account's cap; nothing is written.
+            BudgetError: epsilon would pass the budget's cap, or the run's share of it; nothing is written.
             LedgerError: the event could not be made durable; nothing may be released.
         """
+        account, event = self.account, charge.event
         with self._errors(), self._transaction():
-            fits = self.steps_left(row.event)
-            if row.event.count > fits:
-                raise BudgetError(
-                    f"{row.event.count} D steps would pass the budget of site {self.account.site} "
-                    f"(eps_max = {self.account.eps_max:g}); {fits} would still fit"
+            if charge.budget not in self.budgets:
+                raise LedgerError(
+                    f"{self.path} has no budget {charge.budget!r}; open it with `budget declare-disjoint`"
                 )
-            previous = self.head()
-            values = (
-                "poisson_gaussian", row.event.sample_rate, row.event.noise_multiplier, row.event.count,
-                row.clipping_norm, row.run, row.round, row.request, row.plan, time.time(), previous,
-            )  # fmt: skip
-            self._db.execute(
-                "INSERT INTO events (mechanism, sample_rate, noise_multiplier, count, clipping_norm, run, round, "
-                "request, plan, time, previous, hash) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (*values, _chain(values)),
-            )
+            in_all = self.steps_left(event, charge.budget)
+            in_share = self.steps_left(event, charge.budget, run=charge.run, cap=charge.share)
+            if event.count > min(in_all, in_share):
+                of, cap = (
+                    ("budget", account.eps_max) if in_all <= in_share else (f"share of run {charge.run}", charge.share)
+                )
+                raise BudgetError(
+                    f"{event.count} steps of {event.mechanism} would pass the {of} of site {account.site} "
+                    f"(eps_max = {cap:g}); {min(in_all, in_share)} would still fit"
+                )
+            return self._append("charge", charge_payload(charge, delta=account.delta, time=time.time()))
 
-    def store_answer(self, run: str, answer: StoredAnswer) -> None:
-        """Keep the answer's bytes and the site's training state, in place of the run's previous ones."""
+    def store_answer(
+        self, run: str, answer: StoredAnswer, charged: str, mechanism: str = "discriminator_update"
+    ) -> None:
+        """Keep the answer in place of the run's previous one, and note that charge `charged` (its hash) is released."""
         with self._errors(), self._transaction():
             self._db.execute(
-                "INSERT OR REPLACE INTO answers (run, request, digest, body, state) VALUES (?, ?, ?, ?, ?)",
-                (run, answer.request, answer.digest, answer.body, answer.state),
+                "INSERT OR REPLACE INTO answers (run, mechanism, request, digest, header, body, state) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (run, mechanism, answer.request, answer.digest, answer.header, answer.body, answer.state),
             )
+            event = self._db.execute("SELECT seq FROM entries WHERE hash = ?", (charged,)).fetchone()[0]
+            digest = hashlib.sha256(answer.header.encode() + b"\0" + answer.body).hexdigest()
+            self._append("release", {"event": event, "digest": digest, "time": time.time()})
 
-    def last_answer(self, run: str) -> StoredAnswer | None:
-        """The run's last stored answer."""
+    def last_answer(self, run: str, mechanism: str = "discriminator_update") -> StoredAnswer | None:
+        """The run's last stored answer to this kind of request."""
         with self._errors():
-            row = self._db.execute("SELECT request, digest, body, state FROM answers WHERE run = ?", (run,)).fetchone()
+            row = self._db.execute(
+                "SELECT request, digest, header, body, state FROM answers WHERE run = ? AND mechanism = ?",
+                (run, mechanism),
+            ).fetchone()
         return StoredAnswer(*row) if row else None
 
-    def rows(self, run: str | None = None) -> list[LedgerRow]:
-        """All events in order, or those of one run."""
-        with self._errors():
-            found = self._db.execute(
-                "SELECT sample_rate, noise_multiplier, count, clipping_norm, run, round, request, plan FROM events "
-                "WHERE ?1 IS NULL OR run = ?1 ORDER BY seq",
-                (run,),
-            ).fetchall()
-        return [LedgerRow(Event(*values[:3]), *values[3:]) for values in found]
+    def declare_disjoint(self, declaration: Declaration) -> None:
+        """Open a budget of its own for data that an officer declares disjoint from those of every other budget.
 
-    def epsilon(self, run: str | None = None) -> float:
-        """Epsilon spent, recomputed from the events, at the account's order and delta."""
-        return epsilon((row.event for row in self.rows(run)), self.account.order, self.account.delta)
+        Raises:
+            LedgerError: the name is taken or empty, there is no reason, or the size does not suit the delta.
+        """
+        with self._errors(), self._transaction():
+            if not declaration.name or declaration.name in self.budgets or not declaration.reason.strip():
+                taken = ", ".join(self.budgets)
+                raise LedgerError(f"a declaration needs a reason and a name that is not taken (taken: {taken})")
+            if declaration.declared_size < 1 or self.account.delta > 1 / (10 * declaration.declared_size):
+                raise LedgerError(
+                    f"declared size {declaration.declared_size} is not possible with the ledger's delta = "
+                    f"{self.account.delta:g}, which may be at most 1/(10 N^)"
+                )
+            self._append("disjoint", {**asdict(declaration), "time": time.time()})
 
-    def steps_left(self, event: Event) -> int:
-        """How many D steps of this event's kind still fit the budget."""
-        account = self.account
-        return steps_that_fit(
-            spent_rdp=total_rdp((row.event for row in self.rows()), account.order),
-            sample_rate=event.sample_rate,
-            sigma=event.noise_multiplier,
-            order=account.order,
-            delta=account.delta,
-            cap=account.eps_max,
+    def _append(self, kind: str, payload: dict[str, Any]) -> str:
+        last = self._db.execute("SELECT seq, hash FROM entries ORDER BY seq DESC LIMIT 1").fetchone()
+        seq, previous = (last[0] + 1, last[1]) if last else (1, FIRST_PREVIOUS)
+        text = text_of(payload)
+        head = hash_of(seq, kind, text, previous)
+        self._db.execute(
+            "INSERT INTO entries (seq, kind, payload, previous, hash) VALUES (?, ?, ?, ?, ?)",
+            (seq, kind, text, previous, head),
         )
-
-    def steps(self, run: str | None = None) -> int:
-        """D steps charged."""
-        return sum(row.event.count for row in self.rows(run))
-
-    def head(self) -> str:
-        """Hash of the newest event; of the account where there is none."""
-        last = self._db.execute("SELECT hash FROM events ORDER BY seq DESC LIMIT 1").fetchone()
-        return str(last[0]) if last else _chain(tuple(vars(self.account).values()))
+        return head
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -208,16 +324,3 @@ class Ledger:
             self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (sqlite3.Error, OSError) as error:
-            raise LedgerError(
-                f"the ledger {self.path} cannot be used: {error}; nothing is trained without it"
-            ) from error
-
-
-def _chain(values: tuple[Any, ...]) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()

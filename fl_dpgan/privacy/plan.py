@@ -1,16 +1,18 @@
 """The one object from which a site's sampler, noise, clipping and event come, so that they cannot drift apart."""
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from fl_dpgan.privacy.accountant import Event, best_order, calibrate, epsilon_from_rdp, step_rdp
-from fl_dpgan.privacy.clipping import ClippingRule, EpsilonAdaptive
+from fl_dpgan.privacy.accountant import Event, best_order, calibrate, epsilon
+from fl_dpgan.privacy.clipping import ClippingRule, EpsilonAdaptive, Quantile
+from fl_dpgan.privacy.entries import Unit
 from fl_dpgan.privacy.noise import KeyedGenerator
+from fl_dpgan.privacy.units import Indices, Units
 
 #: The smallest sigma that a plan may have; a budget that would allow less is simply not used up.
 LEAST_NOISE = 0.1
@@ -23,6 +25,9 @@ class PrivacyConfig(BaseModel):
         eps_max, delta: the run's share of each site's budget.
         batch_size: B, the expected number of real records in a D step, and the exact number of fakes.
         noise_multiplier: sigma; left out, the smallest one with which the whole run fits eps_max.
+        unit: what is protected.
+        evaluation_noise: sigma of the sites' noised count of images that a classifier trained on synthetic ones gets
+            right; left out, no site is asked. evaluation_every: rounds between two such questions.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -31,6 +36,9 @@ class PrivacyConfig(BaseModel):
     batch_size: int = Field(64, ge=1, le=100_000)
     noise_multiplier: float | None = Field(None, ge=LEAST_NOISE, le=1e6, allow_inf_nan=False)
     clipping: ClippingRule = EpsilonAdaptive()
+    unit: Unit = "image"
+    evaluation_noise: float | None = Field(None, ge=LEAST_NOISE, le=1e6, allow_inf_nan=False)
+    evaluation_every: int = Field(10, ge=1, le=10**6)
 
 
 class SitePlan(BaseModel):
@@ -46,6 +54,9 @@ class SitePlan(BaseModel):
     delta: float = Field(gt=0, lt=0.5, allow_inf_nan=False)
     order: float = Field(gt=1, le=1024, allow_inf_nan=False)
     clipping: ClippingRule
+    unit: Unit = "image"
+    evaluation_noise: float | None = Field(None, ge=LEAST_NOISE, le=1e6, allow_inf_nan=False)
+    evaluation_every: int = Field(10, ge=1, le=10**6)
 
     @model_validator(mode="after")
     def _possible(self) -> "SitePlan":
@@ -59,11 +70,24 @@ class SitePlan(BaseModel):
                 f"delta = {self.delta:g} is more than 1/(10 N^) for the declared size N^ = {self.declared_size}; "
                 f"set privacy.delta to at most {1 / (10 * self.declared_size):.1e}"
             )
+        if self.d_steps * self.rounds > 10**9:
+            raise ValueError(f"{self.rounds} rounds of {self.d_steps} D steps are more than 10^9 steps; take fewer")
+        if isinstance(self.clipping, Quantile) and 2 * self.clipping.count_noise <= self.noise_multiplier:
+            raise ValueError(
+                f"count_noise = {self.clipping.count_noise:g} leaves nothing for the gradient at noise multiplier "
+                f"{self.noise_multiplier:g}; set privacy.clipping.count_noise above half of it"
+            )
         return self
 
     @classmethod
-    def derive(cls, privacy: PrivacyConfig, *, declared_size: int, d_steps: int, rounds: int) -> "SitePlan":
-        """The plan of a site of this declared size; sigma is calibrated to the whole run unless the run sets it."""
+    def derive(
+        cls, privacy: PrivacyConfig, *, declared_size: int, d_steps: int, rounds: int, order: float | None = None
+    ) -> "SitePlan":
+        """The plan of a site of this declared size; sigma is calibrated to the whole run unless the run sets it.
+
+        Args:
+            order: the RDP order of the site's ledger, where there is one already; else the best for this plan.
+        """
         constants = {
             "declared_size": declared_size,
             "batch_size": privacy.batch_size,
@@ -72,17 +96,21 @@ class SitePlan(BaseModel):
             "eps_max": privacy.eps_max,
             "delta": privacy.delta,
             "clipping": privacy.clipping,
+            "unit": privacy.unit,
+            "evaluation_noise": privacy.evaluation_noise,
+            "evaluation_every": privacy.evaluation_every,
         }
         # validate before calibrating: an impossible q must be named as such, not as a failed search
-        draft = cls.model_validate({**constants, "noise_multiplier": 1.0, "order": 2.0})
+        draft = cls.model_validate({**constants, "clipping": EpsilonAdaptive(), "noise_multiplier": 1.0, "order": 2.0})
+        steps, *others = draft.whole_run
         sigma = privacy.noise_multiplier or max(
             LEAST_NOISE,
             calibrate(
-                eps_max=privacy.eps_max, delta=privacy.delta, sample_rate=draft.sample_rate, steps=d_steps * rounds
+                eps_max=privacy.eps_max, delta=privacy.delta, sample_rate=steps.sample_rate, steps=steps.count,
+                others=tuple(others), order=order,
             ),
-        )
-        planned = Event(draft.sample_rate, sigma, d_steps * rounds)
-        order = best_order(planned, privacy.delta)
+        )  # fmt: skip
+        order = order or best_order((replace(steps, noise_multiplier=sigma), *others), privacy.delta)
         return cls.model_validate({**constants, "noise_multiplier": sigma, "order": order})
 
     @property
@@ -95,24 +123,47 @@ class SitePlan(BaseModel):
         """SHA-256 over the plan's canonical JSON."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
-    def event(self, steps: int) -> Event:
-        """The ledger's row for `steps` D steps."""
-        return Event(self.sample_rate, self.noise_multiplier, steps)
+    @property
+    def event(self) -> Event:
+        """The ledger's event for one round's D steps."""
+        return self._steps(self.d_steps)
 
-    def epsilon_after(self, steps: int) -> float:
-        """This run's epsilon after `steps` D steps, at the plan's order; 0 before the first."""
-        rdp = steps * step_rdp(self.sample_rate, self.noise_multiplier, self.order)
-        return epsilon_from_rdp(rdp, self.order, self.delta)
+    @property
+    def evaluation(self) -> Event | None:
+        """The ledger's event for one evaluation count, over all units; None where the plan asks for none."""
+        return self._counts(1)
+
+    @property
+    def whole_run(self) -> tuple[Event, ...]:
+        """All that the run will charge to the site, an event a mechanism; the D steps come first."""
+        asked = self.rounds // self.evaluation_every
+        counts = self._counts(asked) if asked else None
+        return (self._steps(self.d_steps * self.rounds), *([counts] if counts else []))
+
+    def epsilon_after(self, steps: int, evaluations: int = 0) -> float:
+        """This run's epsilon after `steps` D steps and some evaluation counts, at the plan's order; 0 before any."""
+        events = [self._steps(steps) if steps else None, self._counts(evaluations) if evaluations else None]
+        return epsilon([event for event in events if event], self.order, self.delta)
 
     def clipping_norm(self, step: int) -> float:
-        """C_t of D step `step` (0-based, counted over the run)."""
+        """C_t of D step `step` (0-based, counted over the run); for `Quantile`, C of the first."""
         return self.clipping.norm(self.epsilon_after(step) / self.eps_max)
 
-    def sample(self, records: int, random: KeyedGenerator) -> NDArray[np.int64]:
-        """Poisson sample: the indices of the records drawn, each independently with rate q."""
-        return np.flatnonzero(random.bernoulli(records, self.sample_rate)).astype(np.int64)
+    def sample(self, units: Units, random: KeyedGenerator) -> Indices:
+        """Poisson sample: each unit drawn independently with rate q; one record's index of each unit drawn."""
+        drawn = np.flatnonzero(random.bernoulli(len(units), self.sample_rate)).astype(np.int64)
+        return units.records(drawn, random)
 
-    def noise(self, template: Tensor, step: int, random: KeyedGenerator) -> Tensor:
-        """Gaussian noise of standard deviation sigma C_t in the shape of `template`."""
-        draw = random.normal(template.numel()) * (self.noise_multiplier * self.clipping_norm(step))
+    def noise(self, template: Tensor, clipping_norm: float, random: KeyedGenerator) -> Tensor:
+        """Gaussian noise for a sum of gradients clipped to `clipping_norm`, in the shape of `template`."""
+        sigma = self.noise_multiplier
+        if isinstance(self.clipping, Quantile):
+            sigma = self.clipping.gradient_noise(sigma)
+        draw = random.normal(template.numel()) * (sigma * clipping_norm)
         return torch.from_numpy(draw).to(template).view_as(template)
+
+    def _steps(self, count: int) -> Event:
+        return Event(self.sample_rate, self.noise_multiplier, count)
+
+    def _counts(self, count: int) -> Event | None:
+        return Event(1.0, self.evaluation_noise, count, "evaluation_count") if self.evaluation_noise else None

@@ -14,13 +14,15 @@ from torchvision.utils import make_grid
 
 from fl_dpgan.config import Scenario
 from fl_dpgan.errors import ConfigError, RunFolderError
-from fl_dpgan.federation.simulation import networks
-from fl_dpgan.report.budgets import budget_row
+from fl_dpgan.networks import from_config
+from fl_dpgan.privacy.plan import SitePlan
+from fl_dpgan.report.budgets import budget_rows, ledgers_of
 from fl_dpgan.runs import RunFolder
+from fl_dpgan.training.generator import draw
 
 
-def run_generator(folder: RunFolder) -> tuple[nn.Module, int]:
-    """The EMA generator of the run's last round, and that round's number.
+def run_generator(folder: RunFolder) -> tuple[nn.Module, dict[str, Any]]:
+    """The EMA generator of the run's last round, and the checkpoint's JSON: that `round` and what is known of `sites`.
 
     Raises:
         RunFolderError: the run has no checkpoint yet, or a damaged one.
@@ -29,17 +31,9 @@ def run_generator(folder: RunFolder) -> tuple[nn.Module, int]:
     if found is None:
         raise RunFolderError(f"{folder.path} has no checkpoint yet; let the run finish a round")
     tensors, meta = found
-    generator, _ = networks(folder.scenario)
+    generator, _ = from_config(folder.scenario.model, folder.scenario.seed)
     generator.load_state_dict({name: tensors[f"ema.{name}"] for name in generator.state_dict()})
-    return generator.eval(), int(meta["round"])
-
-
-def draw(generator: nn.Module, labels: Tensor, *, seed: int) -> Tensor:
-    """One image per label, (n, channels, size, size) in [-1, 1]."""
-    random = torch.Generator().manual_seed(seed)
-    z = torch.randn(len(labels), int(generator.latent_dim), generator=random)  # type: ignore[arg-type]
-    with torch.no_grad():
-        return torch.cat([generator(z[i : i + 512], labels[i : i + 512]) for i in range(0, len(labels), 512)])
+    return generator.eval(), meta
 
 
 def to_pixels(images: Tensor) -> NDArray[np.uint8]:
@@ -63,9 +57,12 @@ def sample_grid(generator: nn.Module, scenario: Scenario, *, per_class: int = 10
     return canvas
 
 
-def card(folder: RunFolder, round_number: int) -> dict[str, Any]:
+def card(folder: RunFolder, meta: dict[str, Any]) -> dict[str, Any]:
     """The guarantee in numbers: the unit, and each site's epsilon and delta, recomputed from the ledgers."""
-    sites = [budget_row(path) for path in folder.ledgers]
+    if (folder.path / "ledgers").is_dir():
+        rows = [row for ledger in ledgers_of(folder.path) for row in budget_rows(ledger)]
+    else:  # the server of a deployment has no ledgers; it recomputes the run's epsilon from the plans
+        rows = [_from_plan(name, site) for name, site in meta["sites"].items()]
     return {
         "statement": (
             "Each site's records are protected by (epsilon, delta)-differential privacy under adding or removing one "
@@ -73,10 +70,16 @@ def card(folder: RunFolder, round_number: int) -> dict[str, Any]:
             "This run was a simulation with a known seed: the figures show what a deployment would spend."
         ),
         "run": folder.scenario.name,
-        "round": round_number,
+        "round": meta["round"],
         "seed": folder.scenario.seed,
-        "sites": [{key: row[key] for key in ("site", "unit", "spent", "eps_max", "delta", "order")} for row in sites],
+        "sites": [{key: row[key] for key in ("site", "unit", "spent", "eps_max", "delta", "order")} for row in rows],
     }
+
+
+def _from_plan(name: str, site: dict[str, Any]) -> dict[str, Any]:
+    plan = SitePlan.model_validate(site["plan"])
+    spent = plan.epsilon_after(site["steps"], site["evaluations"])
+    return {"site": name, "spent": spent, **plan.model_dump(include={"unit", "eps_max", "delta", "order"})}
 
 
 def write_images(folder: RunFolder, count: int, out: Path, *, labels: Sequence[int] | None, as_npz: bool) -> None:
@@ -88,7 +91,7 @@ def write_images(folder: RunFolder, count: int, out: Path, *, labels: Sequence[i
     Raises:
         ConfigError: a label that the run does not have. RunFolderError: `out` holds something.
     """
-    generator, round_number = run_generator(folder)
+    generator, meta = run_generator(folder)
     num_classes = folder.scenario.model.num_classes
     wanted = list(range(num_classes)) if labels is None else list(labels)
     for label in wanted:
@@ -107,4 +110,4 @@ def write_images(folder: RunFolder, count: int, out: Path, *, labels: Sequence[i
             target = out / str(label)
             target.mkdir(exist_ok=True)
             Image.fromarray(image.squeeze(-1) if image.shape[-1] == 1 else image).save(target / f"{index:06d}.png")
-    (out / "card.json").write_text(json.dumps(card(folder, round_number), indent=2) + "\n", encoding="utf-8")
+    (out / "card.json").write_text(json.dumps(card(folder, meta), indent=2) + "\n", encoding="utf-8")

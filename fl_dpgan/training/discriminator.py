@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from fl_dpgan.privacy.clipping import ClippingRule, Quantile
 from fl_dpgan.privacy.gradients import clipped_sum, per_sample
 from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.privacy.plan import SitePlan
+from fl_dpgan.training.records import Records
 
 
 def draw_fakes(generator: nn.Module, count: int, random: KeyedGenerator) -> tuple[Tensor, Tensor]:
@@ -38,70 +40,85 @@ def summed_gradient(
     reals: tuple[Tensor, Tensor],
     fakes: tuple[Tensor, Tensor],
     clipping_norm: float,
+    rule: ClippingRule,
     passes_of: int,
-) -> list[Tensor]:
+) -> tuple[list[Tensor], float]:
     """Sum over all samples of the clipped gradient of the loss on D; adding or removing one real moves it by at most C.
 
     Args:
         discriminator: wrapped by `per_sample`.
         reals, fakes: images (n, channels, size, size) and labels (n,); n may be 0 for the reals.
+        rule: says how a gradient is brought to a norm of at most C.
         passes_of: samples per pass; more samples take several passes, so that no batch is cut short.
 
     Returns:
-        One tensor per parameter, in the parameters' order.
+        One tensor per parameter, in the parameters' order; and the sum over the reals of 1/2 where the norm is at most
+        C, and of -1/2 elsewhere, which one real moves by 1/2.
     """
     images = torch.cat([reals[0], fakes[0]])
     labels = torch.cat([reals[1], fakes[1]])
     targets = torch.cat([torch.ones(len(reals[1])), torch.zeros(len(fakes[1]))]).to(images)
     parameters = list(discriminator.parameters())
     total = [torch.zeros_like(p) for p in parameters]
+    count = 0.0
     for part in _passes(len(images), passes_of):
         discriminator.zero_grad(set_to_none=True)
         logits = discriminator(images[part], labels[part])
         binary_cross_entropy_with_logits(logits, targets[part], reduction="sum").backward()
-        sums = clipped_sum([p.grad_sample for p in parameters], clipping_norm)  # type: ignore[attr-defined]
+        sums, norms = clipped_sum([p.grad_sample for p in parameters], clipping_norm, rule)  # type: ignore[attr-defined]
         for accumulated, addend in zip(total, sums, strict=True):
             accumulated += addend
+        of_reals = norms[targets[part] == 1]
+        count += float((of_reals <= clipping_norm).sum()) - len(of_reals) / 2
     for p in parameters:
         p.grad_sample = None  # type: ignore[attr-defined]
-    return total
+    return total, count
 
 
 def local_update(
     discriminator: nn.Module,
     generator: nn.Module,
     optimizer: torch.optim.Optimizer,
-    data: tuple[Tensor, Tensor],
+    data: Records,
     plan: SitePlan,
     *,
     first_step: int,
     random: KeyedGenerator,
-) -> None:
-    """Take `plan.d_steps` private steps on D in place. The caller has charged `plan.event(plan.d_steps)` already.
+    clipping_norm: float | None = None,
+) -> float:
+    """Take `plan.d_steps` private steps on D in place. The caller has charged `plan.event` already.
 
     Args:
         discriminator: a plain module; its parameters are the optimiser's.
-        data: the site's images (N, channels, size, size) in [-1, 1] and labels (N,).
+        data: the site's records.
         first_step: D steps that the run has already charged to this site: where C_t stands.
         random: source of the sample, the fakes and the noise.
+        clipping_norm: what the previous round returned; None in the run's first. Only `Quantile` looks at it.
+
+    Returns:
+        C of the next step.
     """
-    images, labels = data
     discriminator.train()
     wrapped = per_sample(discriminator)
+    rule = plan.clipping
+    following = plan.clipping_norm(first_step) if clipping_norm is None else clipping_norm
     try:
         for step in range(first_step, first_step + plan.d_steps):
-            chosen = torch.from_numpy(plan.sample(len(labels), random)).to(labels.device)
+            c = following if isinstance(rule, Quantile) else plan.clipping_norm(step)
+            reals = data.batch(plan.sample(data.units, random))
             fakes = draw_fakes(generator, plan.batch_size, random)
-            total = summed_gradient(
-                wrapped, (images[chosen], labels[chosen]), fakes, plan.clipping_norm(step), 3 * plan.batch_size
-            )
+            total, count = summed_gradient(wrapped, reals, fakes, c, rule, 3 * plan.batch_size)
             for parameter, clipped in zip(discriminator.parameters(), total, strict=True):
-                parameter.grad = (clipped + plan.noise(clipped, step, random)) / (2 * plan.batch_size)
+                parameter.grad = (clipped + plan.noise(clipped, c, random)) / (2 * plan.batch_size)
+            if isinstance(rule, Quantile):
+                noised = count + rule.count_noise * float(random.normal(1)[0])
+                following = rule.following(c, noised, plan.batch_size)
             optimizer.step()
     finally:
         wrapped.to_standard_module()  # hooks must not pile up over rounds
         for module in discriminator.modules():
             module.__dict__.pop("activations", None)  # Opacus keeps them, and so records, when a pass fails half-way
+    return following
 
 
 def _passes(count: int, size: int) -> Iterator[slice]:

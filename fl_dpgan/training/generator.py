@@ -1,9 +1,9 @@
-"""The server's update: generator steps against the averaged discriminator. No real image is within reach here."""
+"""The server's part: generator steps against the averaged discriminator, and draws. No real image is within reach."""
 
 import copy
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 
@@ -51,3 +51,11 @@ class GeneratorTrainer:
                     mean.lerp_(new, 1 - self._decay)
                 else:
                     mean.copy_(new)
+
+
+def draw(generator: nn.Module, labels: Tensor, *, seed: int) -> Tensor:
+    """One image per label, (n, channels, size, size) in [-1, 1]."""
+    random = torch.Generator().manual_seed(seed)
+    z = torch.randn(len(labels), int(generator.latent_dim), generator=random)  # type: ignore[arg-type]
+    with torch.no_grad():
+        return torch.cat([generator(z[i : i + 512], labels[i : i + 512]) for i in range(0, len(labels), 512)])

@@ -174,7 +174,7 @@ def test_invariant_3_the_servers_epsilon_is_that_of_the_ledgers_events_and_of_dp
     strategy.start(fed.grid())
     ledger = Ledger(fed.path / "ledgers" / "site-1.sqlite")
     reference = RdpAccountant(orders=[ledger.account.order])
-    for row in ledger.rows():
+    for row in ledger.charges():
         event = PoissonSampledDpEvent(row.event.sample_rate, GaussianDpEvent(row.event.noise_multiplier))
         reference.compose(event, row.event.count)
     assert ledger.epsilon() == pytest.approx(reference.get_epsilon(1e-5), rel=1e-3)

@@ -86,7 +86,7 @@ def test_epsilon_is_never_below_the_tight_figure_of_privacy_loss_distributions(e
 def test_calibrated_noise_spends_the_budget_and_never_passes_it(eps_max, sample_rate, steps):
     sigma = calibrate(eps_max=eps_max, delta=DELTA, sample_rate=sample_rate, steps=steps)
     planned = Event(sample_rate, sigma, steps)
-    spent = epsilon([planned], best_order(planned, DELTA), DELTA)
+    spent = epsilon([planned], best_order([planned], DELTA), DELTA)
     assert eps_max - 0.01 <= spent <= eps_max
 
 
@@ -111,7 +111,7 @@ def test_no_events_cost_nothing(order):
 def test_steps_that_fit_is_the_last_count_at_or_below_the_cap(sample_rate, sigma, order, cap, before):
     spent = [Event(0.05, 2.0, before)] if before else []
     fits = steps_that_fit(
-        spent_rdp=total_rdp(spent, order), sample_rate=sample_rate, sigma=sigma, order=order, delta=DELTA, cap=cap
+        spent_rdp=total_rdp(spent, order), event=Event(sample_rate, sigma, 1), order=order, delta=DELTA, cap=cap
     )
     with_one_more = epsilon([*spent, Event(sample_rate, sigma, fits + 1)], order, DELTA)
     assert with_one_more > cap * (1 - 1e-9)
@@ -121,7 +121,7 @@ def test_steps_that_fit_is_the_last_count_at_or_below_the_cap(sample_rate, sigma
 
 def test_a_spent_budget_fits_no_step():
     spent = total_rdp([Event(1.0, 1.0, 1000)], 2.0)
-    assert steps_that_fit(spent_rdp=spent, sample_rate=0.1, sigma=1.0, order=2.0, delta=DELTA, cap=20.0) == 0
+    assert steps_that_fit(spent_rdp=spent, event=Event(0.1, 1.0, 1), order=2.0, delta=DELTA, cap=20.0) == 0
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_spent_budget_fits_no_step():
 )
 def test_a_step_that_costs_almost_nothing_still_costs_something_and_fits_often(sample_rate, sigma, order):
     assert step_rdp(sample_rate, sigma, order) > 0
-    fits = steps_that_fit(spent_rdp=0.0, sample_rate=sample_rate, sigma=sigma, order=order, delta=0.1, cap=100.0)
+    fits = steps_that_fit(spent_rdp=0.0, event=Event(sample_rate, sigma, 1), order=order, delta=0.1, cap=100.0)
     assert fits > 10**6
 
 

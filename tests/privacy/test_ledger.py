@@ -1,4 +1,6 @@
 import dataclasses
+import hashlib
+import json
 import os
 import re
 import signal
@@ -14,7 +16,8 @@ from dp_accounting import rdp
 
 from fl_dpgan.errors import BudgetError, LedgerError
 from fl_dpgan.privacy.accountant import Event
-from fl_dpgan.privacy.ledger import Account, Ledger, LedgerRow, StoredAnswer
+from fl_dpgan.privacy.entries import Account, Charge, Declaration
+from fl_dpgan.privacy.ledger import Ledger, LedgerReader, StoredAnswer
 
 torch.set_num_threads(1)
 
@@ -25,7 +28,8 @@ import sys, time, os, signal
 from pathlib import Path
 from fl_dpgan.errors import BudgetError
 from fl_dpgan.privacy.accountant import Event
-from fl_dpgan.privacy.ledger import Account, Ledger, LedgerRow
+from fl_dpgan.privacy.entries import Account, Charge
+from fl_dpgan.privacy.ledger import Ledger
 path, name, charges = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 ledger = Ledger(path)
 ledger.steps_left(Event(0.1, 1.5, 1))  # imports what accounting needs
@@ -34,7 +38,7 @@ while not (path.parent / "go").exists():
     time.sleep(0.005)
 for i in range(charges):
     try:
-        ledger.charge(LedgerRow(Event(0.1, 1.5, 10), 1.0, "run", i, f"{name}-{i}", "plan"))
+        ledger.charge(Charge(Event(0.1, 1.5, 10), 1.0, "run", i, f"{name}-{i}", 100.0, "plan"))
         print(f"{name}-{i}", flush=True)
     except BudgetError:
         pass
@@ -42,8 +46,8 @@ os.kill(os.getpid(), signal.SIGKILL)  # nothing is left to a clean end
 """
 
 
-def row(count=5, *, run="run", sigma=1.5, request="request"):
-    return LedgerRow(Event(0.1, sigma, count), 1.0, run, 1, request, "plan")
+def row(count=5, *, run="run", sigma=1.5, request="request", share=100.0, budget="main"):
+    return Charge(Event(0.1, sigma, count), 1.0, run, 1, request, share, "plan", budget)
 
 
 @pytest.fixture
@@ -68,14 +72,16 @@ def expected_epsilon(events):
 
 def raw_events(path):
     with sqlite3.connect(path) as other:
-        return other.execute("SELECT sample_rate, noise_multiplier, count FROM events ORDER BY seq").fetchall()
+        found = other.execute("SELECT payload FROM entries WHERE kind = 'charge' ORDER BY seq").fetchall()
+    payloads = [json.loads(text) for (text,) in found]
+    return [(p["sample_rate"], p["noise_multiplier"], p["count"]) for p in payloads]
 
 
 def test_invariant_2_an_event_is_seen_by_another_connection_when_charge_returns(path, ledger):
     ledger.charge(row(5))
     assert raw_events(path) == [(0.1, 1.5, 5)]
     other = Ledger(path)
-    assert other.rows() == [row(5)]
+    assert other.charges() == [row(5)]
     other.close()
 
 
@@ -102,8 +108,8 @@ def test_invariant_2_and_6_two_killed_processes_lose_no_event_and_never_pass_the
         for w in workers:
             w.kill()
     assert [w.returncode for w in workers] == [-signal.SIGKILL] * 2
-    assert sorted(r.request for r in ledger.rows()) == sorted(acknowledged[0] + acknowledged[1])
-    assert len(ledger.rows()) == fits
+    assert sorted(r.request for r in ledger.charges()) == sorted(acknowledged[0] + acknowledged[1])
+    assert len(ledger.charges()) == fits
     assert ledger.epsilon() <= ACCOUNT.eps_max
     assert ledger.steps_left(Event(0.1, 1.5, 1)) < 10
 
@@ -116,15 +122,15 @@ def test_invariant_3_epsilon_is_recomputed_from_the_events_as_dp_accounting_does
     assert ledger.epsilon() == pytest.approx(expected_epsilon([r.event for r in rows]), rel=1e-3)
     assert ledger.epsilon("other") == pytest.approx(expected_epsilon([rows[1].event]), rel=1e-3)
     with sqlite3.connect(path) as other:
-        columns = {c[1] for table in ("account", "events") for c in other.execute(f"PRAGMA table_info({table})")}
-    assert not any("epsilon" in c for c in columns)
+        payloads = [json.loads(text) for (text,) in other.execute("SELECT payload FROM entries")]
+    assert not any("epsilon" in key or key == "spent" for payload in payloads for key in payload)
 
 
 def test_invariant_6_a_charge_past_the_cap_says_how_many_steps_fit_and_writes_nothing(path, ledger):
     ledger.charge(row(7))
     fits = ledger.steps_left(row().event)
     before = raw_events(path)
-    with pytest.raises(BudgetError, match=rf"{fits + 1} D steps .* north .*; {fits} would still fit"):
+    with pytest.raises(BudgetError, match=rf"{fits + 1} steps .* north .*; {fits} would still fit"):
         ledger.charge(row(fits + 1))
     assert raw_events(path) == before
     assert expected_epsilon([row(7 + fits + 1).event]) > ACCOUNT.eps_max
@@ -142,43 +148,81 @@ def test_invariant_6_the_cap_counts_all_runs_together(ledger):
         ledger.charge(row(1, run="second"))
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "UPDATE events SET count = 1",
-        "DELETE FROM events",
-        "UPDATE account SET eps_max = 1000",
-        "DELETE FROM account",
-    ],
-)
-def test_events_and_account_can_be_neither_changed_nor_deleted(path, ledger, statement):
+def test_invariant_6_a_runs_share_is_enforced_beside_the_cap(ledger):
+    fits = ledger.steps_left(row().event, run="first", cap=5.0)
+    assert 0 < fits < ledger.steps_left(row().event)
+    with pytest.raises(BudgetError, match="share of run first"):
+        ledger.charge(row(fits + 1, run="first", share=5.0))
+    ledger.charge(row(fits, run="first", share=5.0))
+    with pytest.raises(BudgetError, match="0 would still fit"):
+        ledger.charge(row(1, run="first", share=5.0))
+    ledger.charge(row(1, run="second", share=5.0))
+
+
+def test_invariant_12_a_second_run_continues_the_one_budget_whatever_the_file_is_called(tmp_path, ledger, path):
+    ledger.charge(row(5, run="first"))
+    ledger.close()
+    moved = tmp_path / "renamed" / "anything.sqlite"
+    moved.parent.mkdir()
+    path.rename(moved)
+    again = Ledger(moved, ACCOUNT)
+    again.charge(row(5, run="second"))
+    assert again.epsilon() == pytest.approx(expected_epsilon([row(10).event]), rel=1e-6)
+
+
+def test_invariant_12_a_second_budget_is_opened_by_a_declaration_alone(ledger):
+    with pytest.raises(LedgerError, match="declare-disjoint"):
+        ledger.charge(row(5, budget="archive"))
     ledger.charge(row(5))
-    with sqlite3.connect(path) as other, pytest.raises(sqlite3.IntegrityError, match=r"append-only|fixed"):
+    ledger.declare_disjoint(Declaration("archive", 300, "other patients: born after 2020"))
+    ledger.charge(row(7, budget="archive"))
+    assert ledger.epsilon() == pytest.approx(expected_epsilon([row(5).event]), rel=1e-6)
+    assert ledger.epsilon(budget="archive") == pytest.approx(expected_epsilon([row(7).event]), rel=1e-6)
+    assert ledger.budgets == {"main": 500, "archive": 300}
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "reason"),
+    [("main", 10, "x"), ("", 10, "x"), ("other", 10, "  "), ("other", 0, "x"), ("other", 10**6, "x")],
+)
+def test_a_declaration_without_a_name_a_reason_or_a_possible_size_is_refused(ledger, name, size, reason):
+    head = ledger.head()
+    with pytest.raises(LedgerError):
+        ledger.declare_disjoint(Declaration(name, size, reason))
+    assert ledger.head() == head
+
+
+@pytest.mark.parametrize("statement", ["UPDATE entries SET payload = '{}'", "DELETE FROM entries",
+                                       "UPDATE entries SET hash = 'x' WHERE seq = 1"])  # fmt: skip
+def test_entries_can_be_neither_changed_nor_deleted(path, ledger, statement):
+    ledger.charge(row(5))
+    with sqlite3.connect(path) as other, pytest.raises(sqlite3.IntegrityError, match="append-only"):
         other.execute(statement)
     assert raw_events(path) == [(0.1, 1.5, 5)]
     assert Ledger(path).account == ACCOUNT
 
 
-@pytest.mark.parametrize(("table", "column"), [("events", "count"), ("account", "eps_max")])
-def test_events_and_account_cannot_be_replaced(path, ledger, table, column):
+@pytest.mark.parametrize("seq", [1, 2])
+def test_entries_cannot_be_replaced(path, ledger, seq):
     ledger.charge(row(5))
-    with sqlite3.connect(path) as other:
-        columns = [c[1] for c in other.execute(f"PRAGMA table_info({table})")]
-        changed = ", ".join("1" if c == column else c for c in columns)
-        with pytest.raises(sqlite3.IntegrityError):
-            other.execute(f"INSERT OR REPLACE INTO {table} SELECT {changed} FROM {table}")
+    with sqlite3.connect(path) as other, pytest.raises(sqlite3.IntegrityError):
+        other.execute("INSERT OR REPLACE INTO entries (seq, kind, payload, previous, hash) VALUES (?, 'charge', '{}', "
+                      "'', 'new')", (seq,))  # fmt: skip
 
 
-def test_every_event_is_chained_to_the_one_before(path, ledger):
-    heads = [ledger.head()]
+def test_every_entry_is_chained_to_the_one_before_as_the_format_says(path, ledger):
     for count in (1, 2):
-        ledger.charge(row(count))
-        heads.append(ledger.head())
+        charged = ledger.charge(row(count))
+        assert ledger.head() == charged and ledger.holds(charged)
+    assert not ledger.holds("0" * 64)
     with sqlite3.connect(path) as other:
-        chain = other.execute("SELECT previous, hash FROM events ORDER BY seq").fetchall()
-    assert chain == [(heads[0], heads[1]), (heads[1], heads[2])]
-    assert len(set(heads)) == 3
-    assert all(re.fullmatch("[0-9a-f]{64}", h) for h in heads)
+        chain = other.execute("SELECT seq, kind, payload, previous, hash FROM entries ORDER BY seq").fetchall()
+    before = "0" * 64
+    for number, (seq, kind, payload, previous, found) in enumerate(chain, start=1):
+        assert (seq, previous) == (number, before)
+        before = hashlib.sha256(f"{seq}\n{kind}\n{payload}\n{previous}".encode()).hexdigest()
+        assert found == before
+    assert [kind for _, kind, *_ in chain] == ["account", "charge", "charge"]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +245,7 @@ def test_reopening_with_other_terms_is_refused_and_keeps_the_terms(path, ledger,
 
 def test_reopening_with_the_same_terms_keeps_the_events(path, ledger):
     ledger.charge(row(5))
-    assert Ledger(path, ACCOUNT).rows() == [row(5)]
+    assert Ledger(path, ACCOUNT).charges() == [row(5)]
 
 
 @pytest.mark.parametrize("account", [None, ACCOUNT])
@@ -230,11 +274,76 @@ def test_another_database_is_a_ledger_error(path):
 
 def test_a_ledger_without_its_account_is_a_ledger_error(path, ledger):
     with sqlite3.connect(path) as other:
-        other.execute("DROP TRIGGER account_no_delete")
-        other.execute("DELETE FROM account")
+        other.execute("DROP TRIGGER entries_no_delete")
+        other.execute("DELETE FROM entries")
     other.close()
     with pytest.raises(LedgerError):
         Ledger(path)
+
+
+@pytest.mark.parametrize("account", [None, ACCOUNT])
+def test_an_emptied_file_is_a_ledger_error_and_not_a_new_budget(path, ledger, account):
+    ledger.charge(row(5))
+    ledger.close()
+    path.write_bytes(b"")
+    with pytest.raises(LedgerError):
+        Ledger(path, account)
+
+
+def test_a_process_killed_while_it_creates_a_ledger_leaves_none(path, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Ledger(path, ACCOUNT)
+    assert not path.exists()
+    assert Ledger(path, ACCOUNT).charges() == []
+
+
+def test_a_lone_copy_is_read_and_left_as_it_was(tmp_path, path, ledger):
+    ledger.charge(row(5))
+    ledger.close()
+    copy = tmp_path / "copy" / "site.sqlite"
+    copy.parent.mkdir()
+    copy.write_bytes(path.read_bytes())
+    reader = LedgerReader(copy)
+    assert reader.charges() == [row(5)]
+    reader.close()
+    assert [p.name for p in copy.parent.iterdir()] == ["site.sqlite"]
+
+
+def test_a_locked_ledger_is_a_ledger_error_and_nothing_is_charged(path, ledger):
+    ledger._db.execute("PRAGMA busy_timeout = 50")
+    with sqlite3.connect(path, isolation_level=None) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(LedgerError, match="locked"):
+            ledger.charge(row(5))
+        other.execute("ROLLBACK")
+    assert raw_events(path) == []
+
+
+def test_a_full_disk_is_a_ledger_error_and_nothing_is_charged(path, ledger):
+    pages = ledger._db.execute("PRAGMA page_count").fetchone()[0]
+    ledger._db.execute(f"PRAGMA max_page_count = {pages}")
+    outcomes = []
+    for _ in range(200):
+        try:
+            outcomes.append(ledger.charge(row(1, sigma=50.0, request="r" * 200)))
+        except LedgerError as error:
+            outcomes.append(str(error))
+            break
+    assert "full" in outcomes[-1]
+    assert len(raw_events(path)) == len(outcomes) - 1
+
+
+def test_a_clock_that_goes_backwards_changes_nothing(path, ledger, monkeypatch):
+    ledger.charge(row(5))
+    monkeypatch.setattr(time, "time", lambda: 5.0)
+    ledger.charge(row(7))
+    assert ledger.epsilon() == pytest.approx(expected_epsilon([row(12).event]), rel=1e-6)
+    assert [c.event.count for c in ledger.charges()] == [5, 7]
 
 
 @pytest.mark.parametrize("account", [None, ACCOUNT])
@@ -272,18 +381,30 @@ def test_a_charge_that_cannot_be_written_is_a_ledger_error_and_leaves_no_event(p
 
 def test_a_runs_last_answer_is_kept_byte_for_byte_until_the_next(path, ledger):
     assert ledger.last_answer("run") is None
-    first = StoredAnswer("a", "digest a", b"\x00body", b"state\xff")
-    second = StoredAnswer("b", "digest b", b"", b"")
-    ledger.store_answer("run", first)
-    ledger.store_answer("other", second)
+    first = StoredAnswer("a", "digest a", "header", b"\x00body", b"state\xff")
+    second = StoredAnswer("b", "digest b", "", b"", b"")
+    charged = [ledger.charge(row(1)) for _ in range(3)]
+    ledger.store_answer("run", first, charged[0])
+    ledger.store_answer("other", second, charged[1])
     assert Ledger(path).last_answer("run") == first
-    ledger.store_answer("run", second)
+    assert Ledger(path).last_answer("run", "evaluation_count") is None
+    ledger.store_answer("run", second, charged[2])
     assert Ledger(path).last_answer("run") == second
+
+
+def test_a_charge_without_a_stored_answer_is_shown_as_unknown_and_stays_charged(ledger):
+    charged = [ledger.charge(row(count)) for count in (1, 2, 3)]
+    ledger.store_answer("run", StoredAnswer("a", "d", "h", b"b", b"s"), charged[1])
+    assert ledger.counts() == (3, 2)
+    assert ledger.steps() == 6
+    (release,) = ledger.payloads("release")
+    assert release["event"] == 3  # entry 1 is the account
+    assert release["digest"] == hashlib.sha256(b"h\0b").hexdigest()
 
 
 def test_rows_and_steps_are_those_of_the_run_asked_for_in_order(ledger):
     for count, run in ((1, "a"), (2, "b"), (3, "a")):
         ledger.charge(row(count, run=run))
-    assert [r.event.count for r in ledger.rows()] == [1, 2, 3]
-    assert [r.event.count for r in ledger.rows("a")] == [1, 3]
+    assert [r.event.count for r in ledger.charges()] == [1, 2, 3]
+    assert [r.event.count for r in ledger.charges("a")] == [1, 3]
     assert (ledger.steps(), ledger.steps("a"), ledger.steps("none")) == (6, 4, 0)

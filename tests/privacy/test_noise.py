@@ -11,6 +11,7 @@ from scipy import stats
 from fl_dpgan.privacy.clipping import EpsilonAdaptive
 from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.privacy.plan import SitePlan
+from fl_dpgan.privacy.units import Units
 
 torch.set_num_threads(1)
 
@@ -109,7 +110,7 @@ def test_every_record_is_sampled_at_rate_q_independently_of_the_others():
     site = plan()
     hits = np.zeros((draws, records))
     for row in hits:
-        row[site.sample(records, random)] = 1
+        row[site.sample(Units(records), random)] = 1
     # error rate 1e-4 over all 40 records together
     low, high = stats.binom.interval(1 - ERROR / records, draws, site.sample_rate)
     assert ((low <= hits.sum(axis=0)) & (hits.sum(axis=0) <= high)).all()
@@ -120,7 +121,7 @@ def test_every_record_is_sampled_at_rate_q_independently_of_the_others():
 
 
 def test_a_sample_holds_each_index_at_most_once_and_only_records_that_exist():
-    chosen = plan().sample(20, KeyedGenerator.from_seed(4))
+    chosen = plan().sample(Units(20), KeyedGenerator.from_seed(4))
     assert 0 < len(chosen) < 20
     assert len(np.unique(chosen)) == len(chosen)
     assert chosen.min() >= 0 and chosen.max() < 20
@@ -129,7 +130,12 @@ def test_a_sample_holds_each_index_at_most_once_and_only_records_that_exist():
 @pytest.mark.parametrize("step", [0, 7])
 def test_noise_has_standard_deviation_sigma_times_c_of_its_step(step):
     site = plan()
-    noise = site.noise(torch.zeros(300, 200), step, KeyedGenerator.from_seed("noise", step)).double().numpy().ravel()
+    noise = (
+        site.noise(torch.zeros(300, 200), site.clipping_norm(step), KeyedGenerator.from_seed("noise", step))
+        .double()
+        .numpy()
+        .ravel()
+    )
     scale = 1.7 * site.clipping_norm(step)
     assert stats.kstest(noise / scale, "norm").pvalue > ERROR
     assert abs(noise.std() / scale - 1) < stats.norm.isf(ERROR / 2) / (2 * noise.size) ** 0.5

@@ -1,5 +1,6 @@
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from fl_dpgan.privacy.accountant import Event, epsilon
 from fl_dpgan.privacy.clipping import EpsilonAdaptive, Fixed
 from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.privacy.plan import PrivacyConfig, SitePlan
+from fl_dpgan.privacy.units import Units
 
 torch.set_num_threads(1)
 
@@ -24,14 +26,14 @@ def derive(declared_size=500, d_steps=5, rounds=10, **privacy):
 
 def test_invariant_5_sampler_noise_and_event_come_from_one_plan():
     plan = derive(noise_multiplier=2.5, clipping=Fixed(c=0.8))
-    event = plan.event(3)
-    assert event == Event(sample_rate=50 / 500, noise_multiplier=2.5, count=3)
+    event = plan.event
+    assert event == Event(sample_rate=50 / 500, noise_multiplier=2.5, count=5)
 
     replay = KeyedGenerator.from_seed(1)
-    drawn = plan.sample(500, KeyedGenerator.from_seed(1))
+    drawn = plan.sample(Units(500), KeyedGenerator.from_seed(1))
     assert np.array_equal(drawn, np.flatnonzero(replay.uniform(500) < event.sample_rate))
 
-    noise = plan.noise(torch.zeros(4, 6), 2, KeyedGenerator.from_seed(2))
+    noise = plan.noise(torch.zeros(4, 6), 0.8, KeyedGenerator.from_seed(2))
     expected = KeyedGenerator.from_seed(2).normal(24) * event.noise_multiplier * 0.8
     np.testing.assert_allclose(noise.numpy().ravel(), expected, rtol=1e-6)
 
@@ -43,7 +45,9 @@ def test_invariant_5_the_plan_cannot_be_changed_after_it_was_made():
 
 def test_invariant_5_the_plans_epsilon_is_that_of_its_events():
     plan = derive(noise_multiplier=1.3)
-    assert plan.epsilon_after(20) == pytest.approx(epsilon([plan.event(7), plan.event(13)], plan.order, plan.delta))
+    assert plan.epsilon_after(20) == pytest.approx(
+        epsilon([replace(plan.event, count=n) for n in (7, 13)], plan.order, plan.delta)
+    )
 
 
 def test_invariant_11_delta_above_a_tenth_of_one_over_n_is_refused():
@@ -63,7 +67,7 @@ def test_a_batch_larger_than_the_declared_size_is_refused_with_both_values():
 def test_a_batch_of_the_declared_size_samples_every_record():
     plan = derive(batch_size=500)
     assert plan.sample_rate == 1
-    assert len(plan.sample(500, KeyedGenerator.from_seed(0))) == 500
+    assert len(plan.sample(Units(500), KeyedGenerator.from_seed(0))) == 500
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""The command line's groups: `budget` and `site`."""

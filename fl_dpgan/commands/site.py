@@ -1,0 +1,39 @@
+"""`fl-dpgan site`: what a site's own people set."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fl_dpgan.errors import ConfigError
+
+console = Console()
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Set up a site."""
+
+
+@app.command()
+def init(
+    name: Annotated[str, typer.Option("--name", help="The site's name, the same in every run; it becomes public.")],
+    declared_size: Annotated[
+        int, typer.Option("--declared-size", help="How many images or patients; public: round down.")
+    ],
+    path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("site.toml"),
+) -> None:
+    """Write a commented site file; an existing one is left alone."""
+    from fl_dpgan.site_file import template
+
+    text = template(name, declared_size)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise ConfigError(f"{path} is there already; edit it, or give another path") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+    console.print(f"{path} written; read it through, then edit it", soft_wrap=True)

@@ -1,0 +1,75 @@
+"""What a plan would cost, before anyone runs anything: epsilon after each tenth of it, and the tighter PRV figure."""
+
+import math
+from typing import Any
+
+from rich.table import Table
+
+from fl_dpgan.errors import ConfigError
+from fl_dpgan.privacy.accountant import Event, best_order, calibrate, epsilon
+
+
+def forecast(
+    *, records: int, rate: float, rounds: int, d_steps: int, delta: float, eps: float | None, sigma: float | None
+) -> dict[str, Any]:
+    """Cost of a plan of `rounds` rounds with `d_steps` D steps each, at rate `rate`, for a site of `records` units.
+
+    Args:
+        eps: calibrate sigma so that the whole plan costs at most this. sigma: or give it. Exactly one of the two.
+
+    Returns:
+        The plan's numbers and `tenths`, a list of `round`, `steps`, `epsilon` (RDP at the plan's order, as a ledger
+        counts) and `prv` (Gopi et al., arXiv 2106.02848; an upper bound, valid for a plan that is fixed in advance).
+
+    Raises:
+        ConfigError: a value is out of its range, delta is too large, or no noise fits.
+    """
+    if (eps is None) == (sigma is None):
+        raise ConfigError("give one of --eps and --sigma: either the budget or the noise multiplier")
+    if records < 1 or not 0 < delta <= 1 / (10 * records):
+        raise ConfigError(f"delta = {delta:g} must be above 0 and at most 1/(10 N^) = {1 / (10 * max(records, 1)):.1e}")
+    steps = rounds * d_steps
+    whole = Event(rate, 1.0 if sigma is None else sigma, steps)
+    if eps is not None:
+        found = calibrate(eps_max=eps, delta=delta, sample_rate=rate, steps=steps)
+        whole = Event(rate, found, steps)
+    order = best_order([whole], delta)
+    ends = sorted({math.ceil(rounds * tenth / 10) for tenth in range(1, 11)})
+    tenths = []
+    for end in ends:
+        event = Event(rate, whole.noise_multiplier, end * d_steps)
+        spent = epsilon([event], order, delta)
+        tenths.append({"round": end, "steps": event.count, "epsilon": spent, "prv": _prv(event, delta)})
+    return {
+        "records": records, "batch_size": records * rate, "sample_rate": rate,
+        "noise_multiplier": whole.noise_multiplier,
+        "delta": delta, "order": order, "rounds": rounds, "d_steps": d_steps, "tenths": tenths,
+    }  # fmt: skip
+
+
+def forecast_table(plan: dict[str, Any]) -> Table:
+    """The forecast for the terminal."""
+    title = (
+        f"sigma = {plan['noise_multiplier']:.4f}, q = {plan['sample_rate']:g} (B = {plan['batch_size']:g}), "
+        f"delta = {plan['delta']:g}, order {plan['order']:g}"
+    )
+    table = Table(title=title, caption="epsilon: as a ledger counts, valid whatever is decided on the way; "
+                  "PRV: tighter, valid for this plan only if it is fixed in advance")  # fmt: skip
+    for heading in ("round", "D steps", "epsilon", "PRV"):
+        table.add_column(heading, justify="right")
+    for row in plan["tenths"]:
+        prv = "-" if row["prv"] is None else f"{row['prv']:.4f}"
+        table.add_row(str(row["round"]), str(row["steps"]), f"{row['epsilon']:.4f}", prv)
+    return table
+
+
+def _prv(event: Event, delta: float) -> float | None:
+    """Opacus' PRV accountant; None where it cannot resolve the figure (very little noise, or very many steps)."""
+    from opacus.accountants import PRVAccountant
+
+    accountant = PRVAccountant()
+    accountant.history = [(event.noise_multiplier, event.sample_rate, event.count)]
+    try:
+        return float(accountant.get_epsilon(delta=delta))
+    except (ValueError, RuntimeError, ArithmeticError):
+        return None
