@@ -154,17 +154,18 @@ class Site:
         wire.restore(tensors, discriminator=self._discriminator, generator=self._generator)
         first_step = ledger.steps(request.run, budget=self._budget)
         state = load(before.state) if before else {}
-        norm = float(state.pop("clipping_norm")) if state else plan.clipping_norm(first_step)
-        head = self._charge(ledger, request, plan.event, norm)
+        followed = float(state.pop("followed")) if "followed" in state else None
+        head = self._charge(ledger, request, plan.event, plan.clipping_norm(first_step, followed))
         optimizer = torch.optim.Adam(self._discriminator.parameters(), lr=self._learning_rate, betas=(0.5, 0.99))
         if state:
             load_optimizer(optimizer, state)
-        following = local_update(
+        followed = local_update(
             self._discriminator, self._generator, optimizer, self._data, plan,
-            first_step=first_step, random=self._random(request.round, first_step), clipping_norm=norm,
+            first_step=first_step, random=self._random(request.round, first_step), followed=followed,
         )  # fmt: skip
         kept = {key: value.cpu() for key, value in optimizer_tensors(optimizer).items()}
-        kept["clipping_norm"] = torch.tensor(following, dtype=torch.float64)
+        if followed is not None:
+            kept["followed"] = torch.tensor(followed, dtype=torch.float64)
         answer = wire.Answer(site=self.name, round=request.round, status="trained", head=head)
         body = wire.dump(discriminator=self._discriminator)
         return self._store(ledger, request, digest, answer, body, save(kept))

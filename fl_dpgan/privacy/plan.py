@@ -145,9 +145,16 @@ class SitePlan(BaseModel):
         events = [self._steps(steps) if steps else None, self._counts(evaluations) if evaluations else None]
         return epsilon([event for event in events if event], self.order, self.delta)
 
-    def clipping_norm(self, step: int) -> float:
-        """C_t of D step `step` (0-based, counted over the run); for `Quantile`, C of the first."""
-        return self.clipping.norm(self.epsilon_after(step) / self.eps_max)
+    def clipping_norm(self, step: int, followed: float | None = None) -> float:
+        """C_t of D step `step` (0-based, counted over the run).
+
+        Args:
+            followed: what `Quantile` gave after the step before; None in the run's first. The other rules do not look.
+        """
+        rule = self.clipping
+        if isinstance(rule, Quantile) and followed is not None:
+            return min(max(followed, rule.c_min), rule.c_max)  # it may come from another plan of the run
+        return rule.norm(self.epsilon_after(step) / self.eps_max)
 
     def sample(self, units: Units, random: KeyedGenerator) -> Indices:
         """Poisson sample: each unit drawn independently with rate q; one record's index of each unit drawn."""

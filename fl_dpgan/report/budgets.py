@@ -1,16 +1,20 @@
 """What each site has spent, recomputed from its ledger's events."""
 
+import math
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fl_dpgan.errors import LedgerError
 from fl_dpgan.privacy.accountant import epsilon_from_rdp, step_rdp
-from fl_dpgan.privacy.entries import charge_of
+from fl_dpgan.privacy.entries import MAIN, charge_of
 from fl_dpgan.privacy.ledger import LedgerReader
+
+_SHORT = {"discriminator_update": "D update", "evaluation_count": "count"}
 
 
 def ledgers_of(path: Path) -> list[Path]:
@@ -72,40 +76,45 @@ def events_of(path: Path) -> list[dict[str, Any]]:
 
 
 def budget_table(rows: Iterable[dict[str, Any]]) -> Table:
-    """The rows as a table for the terminal."""
+    """The rows as a table for the terminal; what is spent is rounded up, what is left down."""
     rows = list(rows)
     terms = sorted({f"eps_max = {row['eps_max']:g}, delta = {row['delta']:g}, unit: {row['unit']}" for row in rows})
-    table = Table(title="Privacy budgets, recomputed from each site's ledger", caption="; ".join(terms))
-    named = any(row["budget"] != "main" for row in rows)
-    unknown = any(row["releases_unknown"] for row in rows)
-    headings = ["site", *(["budget"] if named else []), "spent", "left", "share", "events", "D steps",
-                *(["unknown"] if unknown else []), "sigma", "q", "C", "forecast"]  # fmt: skip
+    table = _table("Privacy budgets, recomputed from each site's ledger", "; ".join(terms))
+    named = any(row["budget"] != MAIN for row in rows)
+    headings = ["site", *(["budget"] if named else []), "spent", "left", "share", "events", "D\nsteps", "no\nanswer",
+                "sigma", "q", "C", "rounds\nleft"]  # fmt: skip
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("site", "budget") else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if heading in ("site", "budget") else "right", overflow="fold")
     for row in rows:
-        left = "-" if row["rounds_left"] is None else f"{row['rounds_left']} rounds"
+        numbers = [_number(row[key], ".4g") for key in ("sigma", "q", "c")]
         table.add_row(
-            row["site"], *([row["budget"]] if named else []), f"{row['spent']:.4f}", f"{row['remaining']:.4f}",
-            _number(row["share"]), str(row["events"]), str(row["d_steps"]),
-            *([str(row["releases_unknown"])] if unknown else []), *(_number(row[key]) for key in ("sigma", "q", "c")),
-            left,
+            row["site"], *([row["budget"]] if named else []), f"{math.ceil(row['spent'] * 1e4) / 1e4:.4f}",
+            f"{math.floor(row['remaining'] * 1e4) / 1e4:.4f}", _number(row["share"], "g"), str(row["events"]),
+            str(row["d_steps"]), str(row["releases_unknown"]), *numbers,
+            _number(row["rounds_left"], "d"),
         )  # fmt: skip
     return table
 
 
 def events_table(events: Iterable[dict[str, Any]], title: str) -> Table:
     """A ledger's charges as a table for the terminal."""
-    table = Table(title=title)
-    for heading in ("entry", "run", "round", "mechanism", "q", "sigma", "steps", "C", "spent", "answer"):
-        table.add_column(heading, justify="left" if heading in ("run", "mechanism", "answer") else "right")
+    table = _table(title)
+    for heading in ("entry", "run", "round", "what", "q", "sigma", "steps", "C", "spent", "answer"):
+        left = heading in ("run", "what", "answer")
+        table.add_column(heading, justify="left" if left else "right", overflow="fold")
     for e in events:
+        numbers = [_number(e[key], ".4g") for key in ("sample_rate", "noise_multiplier")]
         table.add_row(
-            str(e["seq"]), e["run"], str(e["round"]), e["mechanism"], _number(e["sample_rate"]),
-            _number(e["noise_multiplier"]), str(e["count"]), _number(e["clipping_norm"]), _number(e["spent"]),
+            str(e["seq"]), e["run"], str(e["round"]), _SHORT[e["mechanism"]], *numbers, str(e["count"]),
+            _number(e["clipping_norm"], ".4g"), f"{math.ceil(e['spent'] * 1e4) / 1e4:.4f}",
             "stored" if e["released"] else "unknown",
         )  # fmt: skip
     return table
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+def _table(title: str, caption: str = "") -> Table:
+    return Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=0)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -84,8 +84,8 @@ def local_update(
     *,
     first_step: int,
     random: KeyedGenerator,
-    clipping_norm: float | None = None,
-) -> float:
+    followed: float | None = None,
+) -> float | None:
     """Take `plan.d_steps` private steps on D in place. The caller has charged `plan.event` already.
 
     Args:
@@ -93,18 +93,17 @@ def local_update(
         data: the site's records.
         first_step: D steps that the run has already charged to this site: where C_t stands.
         random: source of the sample, the fakes and the noise.
-        clipping_norm: what the previous round returned; None in the run's first. Only `Quantile` looks at it.
+        followed: what the previous round returned; None in the run's first.
 
     Returns:
-        C of the next step.
+        What `Quantile` gives after the last step; the next round's `followed`.
     """
     discriminator.train()
     wrapped = per_sample(discriminator)
     rule = plan.clipping
-    following = plan.clipping_norm(first_step) if clipping_norm is None else clipping_norm
     try:
         for step in range(first_step, first_step + plan.d_steps):
-            c = following if isinstance(rule, Quantile) else plan.clipping_norm(step)
+            c = plan.clipping_norm(step, followed)
             reals = data.batch(plan.sample(data.units, random))
             fakes = draw_fakes(generator, plan.batch_size, random)
             total, count = summed_gradient(wrapped, reals, fakes, c, rule, 3 * plan.batch_size)
@@ -112,13 +111,13 @@ def local_update(
                 parameter.grad = (clipped + plan.noise(clipped, c, random)) / (2 * plan.batch_size)
             if isinstance(rule, Quantile):
                 noised = count + rule.count_noise * float(random.normal(1)[0])
-                following = rule.following(c, noised, plan.batch_size)
+                followed = rule.following(c, noised, plan.batch_size)
             optimizer.step()
     finally:
         wrapped.to_standard_module()  # hooks must not pile up over rounds
         for module in discriminator.modules():
             module.__dict__.pop("activations", None)  # Opacus keeps them, and so records, when a pass fails half-way
-    return following
+    return followed
 
 
 def _passes(count: int, size: int) -> Iterator[slice]:
