@@ -176,14 +176,7 @@ class FedDPGAN(Strategy):
         loss = self._trainer.update(
             self.discriminator, self.plan.training.g_steps, seed=self.plan.seed * 1_000_003 + server_round
         )
-        spent = [site.epsilon for site in self.sites.values()]
-        metrics: dict[str, int | float | list[int] | list[float]] = {
-            "sites": len(states),
-            "g_loss": loss,
-            "epsilon_min": min(spent),
-            "epsilon_max": max(spent),
-        }
-        return ArrayRecord(_state(self.discriminator)), MetricRecord(metrics)
+        return ArrayRecord(_state(self.discriminator)), MetricRecord({"sites": len(states), "g_loss": loss})
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -320,9 +313,10 @@ class FedDPGAN(Strategy):
     def _record(
         self, number: int, seconds: float, metrics: MetricRecord, counted: dict[str, Any] | None
     ) -> dict[str, Any]:
+        spent = [site.epsilon for site in self.sites.values()]
         record = {
             "round": number, "seconds": round(seconds, 3), "g_loss": metrics["g_loss"],
-            "epsilon_min": metrics["epsilon_min"], "epsilon_max": metrics["epsilon_max"], "sites": self._site_records(),
+            "epsilon_min": min(spent), "epsilon_max": max(spent), "sites": self._site_records(),
         }  # fmt: skip
         return record | ({"evaluation": counted} if counted else {})
 

@@ -14,7 +14,7 @@ from fl_dpgan.privacy.accountant import epsilon_from_rdp, step_rdp
 from fl_dpgan.privacy.entries import MAIN, charge_of
 from fl_dpgan.privacy.ledger import LedgerReader
 
-_SHORT = {"discriminator_update": "D update", "evaluation_count": "count"}
+_SHORT = {"discriminator_update": "D", "evaluation_count": "count"}
 
 
 def ledgers_of(path: Path) -> list[Path]:
