@@ -14,7 +14,15 @@ class DataError(FlDpganError):
 
 
 class BudgetError(FlDpganError):
-    """A charge would pass the site's budget; nothing was charged and no data were touched."""
+    """A charge would pass a budget; nothing was charged and no data were touched.
+
+    Attributes:
+        rule: which cap it is, `eps_max` (the site's budget) or `share` (the run's part of it).
+    """
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(message)
+        self.rule = rule
 
 
 class LedgerError(FlDpganError):

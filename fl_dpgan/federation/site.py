@@ -111,7 +111,7 @@ class Site:
                 raise WireError(f"a request for {request.mechanism} in a message for {mechanism}")
             answer = self._serve(request, tensors)
         except BudgetError as error:
-            return self._refusal(message, number, "withdrawn", "eps_max", str(error))
+            return self._refusal(message, number, "withdrawn", error.rule, str(error))
         except PolicyError as error:
             return self._refusal(message, number, "refused", error.rule, str(error))
         except WireError as error:
@@ -222,7 +222,9 @@ class Site:
             raise PolicyError("order", f"the plan has order {plan.order:g}, a new ledger would have {order:g}")
         fits = steps_that_fit(spent_rdp=0.0, event=plan.event, order=order, delta=policy.delta, cap=policy.eps_max)
         if fits < plan.d_steps:
-            raise BudgetError(f"the plan does not fit a budget of eps_max = {policy.eps_max:g}: {fits} would still fit")
+            raise BudgetError(
+                "eps_max", f"the plan does not fit a budget of eps_max = {policy.eps_max:g}: {fits} would still fit"
+            )
         account = Account(self.name, policy.declared_size, policy.eps_max, policy.delta, order, policy.unit)
         return Ledger(self._ledger_path, account)
 

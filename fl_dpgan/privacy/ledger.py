@@ -254,14 +254,16 @@ class Ledger(LedgerReader):
                 )
             in_all = self.steps_left(event, charge.budget)
             in_share = self.steps_left(event, charge.budget, run=charge.run, cap=charge.share)
-            if event.count > min(in_all, in_share):
-                of, cap = (
-                    ("budget", account.eps_max) if in_all <= in_share else (f"share of run {charge.run}", charge.share)
-                )
-                raise BudgetError(
-                    f"{event.count} steps of {event.mechanism} would pass the {of} of site {account.site} "
-                    f"(eps_max = {cap:g}); {min(in_all, in_share)} would still fit"
-                )
+            for rule, of, cap, fits in (
+                ("eps_max", "budget", account.eps_max, in_all),
+                ("share", f"share of run {charge.run}", charge.share, in_share),
+            ):
+                if event.count > fits:
+                    raise BudgetError(
+                        rule,
+                        f"{event.count} steps of {event.mechanism} would pass the {of} at site {account.site} "
+                        f"(eps_max = {cap:g}); {min(in_all, in_share)} would still fit",
+                    )
             return self._append("charge", charge_payload(charge, delta=account.delta, time=time.time()))
 
     def store_answer(
