@@ -125,7 +125,9 @@ def declare_disjoint(
 
     from fl_dpgan.privacy.entries import Declaration
     from fl_dpgan.privacy.ledger import Ledger
+    from fl_dpgan.privacy.verify import verify as check
 
+    check(ledger)
     with closing(Ledger(ledger)) as opened:
         opened.declare_disjoint(Declaration(name, declared_size, reason))
         console.print(

@@ -1,6 +1,7 @@
 """Reads a CSV manifest of images: a row per image with its path, label and, where there are any, patient and split."""
 
 import csv
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -46,12 +47,12 @@ def _rows(path: Path) -> list[dict[str, str]]:
             names = reader.fieldnames or []
             if len(set(names)) != len(names) or not _REQUIRED <= set(names) <= _KNOWN:
                 raise bad(path, f"has the columns {', '.join(names) or 'none'}", _COLUMNS)
-            rows = [_row(path, number, row) for number, row in enumerate(reader, start=2)]
+            rows = [_row(path, reader.line_num, row) for row in reader]
     except (csv.Error, UnicodeDecodeError, OSError) as error:
         raise bad(path, f"is not a CSV file in UTF-8 ({error})", "save it as UTF-8 with commas") from error
     if not rows:
         raise bad(path, "has no row", "add a row per image")
-    paths = [row["path"] for row in rows]
+    paths = [os.path.normpath(path.parent / row["path"]) for row in rows]  # "a.png" and "./a.png" are one image
     if len(set(paths)) != len(paths):
         twice = Counter(paths).most_common(1)[0][0]
         raise bad(path, f"lists {twice} more than once", "an image is one record: remove the repetition")

@@ -66,7 +66,8 @@ class Site:
             data.check(policy.declared_size, int(generator.num_classes))  # type: ignore[arg-type]
             if data.units.name != policy.unit:
                 raise DataError(
-                    f"the policy protects {policy.unit}s, the data give {data.units.name}s; give patient ids"
+                    f"the policy protects {policy.unit}s, the data give {data.units.name}s; "
+                    "give patient ids if patients are protected, and none otherwise"
                 )
         except DataError as error:
             raise DataError(f"site {name}: {error}") from error
@@ -141,7 +142,9 @@ class Site:
             stored = ledger.last_answer(request.run, request.mechanism)
             if stored and stored.request == request.id:
                 if stored.digest != digest:
-                    raise WireError(f"request {request.id} was answered before with other content; ask for a new round")
+                    raise PolicyError(
+                        "repeated", f"request {request.id} was answered before, with other content; ask for a new round"
+                    )
                 return stored
             if request.mechanism == "evaluation_count":
                 return self._count(ledger, request, tensors, digest)
@@ -216,6 +219,10 @@ class Site:
             )
         if request.anchor:
             raise PolicyError("anchor", _LOST)
+        if self._budget != MAIN:
+            raise DataError(
+                f"no ledger at {self._ledger_path} in which budget {self._budget!r} could have been declared"
+            )
         # the site computes the order itself: the server must not tie the ledger to one that suits nobody
         order = best_order(plan.whole_run, policy.delta)
         if plan.order != order:

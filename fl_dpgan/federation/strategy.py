@@ -196,9 +196,8 @@ class FedDPGAN(Strategy):
         for name, answer, _ in self._answers(server_round, replies):
             if answer.status == "counted" and answer.count is not None:
                 counts[name] = answer.count
-        for name, outcome in self._outcomes.items():
-            if outcome["status"] not in ("withdrawn", "refused"):
-                self.sites[name].evaluations += 1
+        for name in self._maybe_charged():
+            self.sites[name].evaluations += 1
         if not counts:
             return None
         declared = sum(self.sites[name].plan.declared_size for name in counts)
@@ -236,7 +235,12 @@ class FedDPGAN(Strategy):
                 if hello.unit != self.plan.privacy.unit:
                     raise ConfigError(f"site {hello.site} protects {hello.unit}s, the run {self.plan.privacy.unit}s")
                 # a resumed run goes on with the plan that the site has accepted
-                kept = self._memory.get(hello.site) or {"plan": self.plan.site_plan(hello.declared_size, hello.order)}
+                memory = self._memory.get(hello.site)
+                kept = (
+                    {**memory, "plan": SitePlan.model_validate(memory["plan"])}
+                    if memory
+                    else {"plan": self.plan.site_plan(hello.declared_size, hello.order)}
+                )
             except ConfigError as error:
                 refusals.append(str(error))
                 continue
@@ -251,6 +255,8 @@ class FedDPGAN(Strategy):
         states: dict[str, dict[str, Tensor]] = {}
         scratch = copy.deepcopy(self.discriminator)
         for name, answer, tensors in self._answers(server_round, replies):
+            if answer.status == "withdrawn":
+                self.sites[name].withdrawn = answer.reason
             if answer.status != "trained":
                 continue
             try:
@@ -258,10 +264,18 @@ class FedDPGAN(Strategy):
                 states[name] = {key: value.clone() for key, value in scratch.state_dict().items()}
             except WireError as error:
                 self._outcomes[name] = {"status": "left out", "reason": str(error)}
-        for name, outcome in self._outcomes.items():
-            if outcome["status"] not in ("withdrawn", "refused"):  # anything else may have been charged
-                self.sites[name].steps += self.sites[name].plan.d_steps
+        for name in self._maybe_charged():
+            self.sites[name].steps += self.sites[name].plan.d_steps
         return {name: states[name] for name in sorted(states)}
+
+    def _maybe_charged(self) -> list[str]:
+        """The sites that may have charged this round's request; one that says `repeated` has done so before."""
+        free = {
+            name
+            for name, outcome in self._outcomes.items()
+            if outcome["status"] in ("withdrawn", "refused") and outcome.get("rule") != "repeated"
+        }
+        return [name for name in self._outcomes if name not in free]
 
     def _answers(self, server_round: int, replies: Iterable[Message]) -> Iterator[tuple[str, wire.Answer, bytes]]:
         """The well-formed answers to what this round asked; notes each site's outcome and its ledger's head."""
@@ -279,10 +293,7 @@ class FedDPGAN(Strategy):
                 self._outcomes[name] = {"status": "left out", "reason": str(error)}
                 continue
             self._outcomes[name] = {"status": answer.status, "rule": answer.rule, "reason": answer.reason}
-            site = self.sites[name]
-            site.head = answer.head or site.head
-            if answer.status == "withdrawn":
-                site.withdrawn = answer.reason
+            self.sites[name].head = answer.head or self.sites[name].head
             yield name, answer, tensors
 
     def _stop_or_raise(self, number: int) -> None:
@@ -325,7 +336,8 @@ class FedDPGAN(Strategy):
             f"{key}.{name}": t for key, module in self._modules.items() for name, t in module.state_dict().items()
         }
         tensors |= {f"optimizer.{name}": t for name, t in optimizer_tensors(self._trainer.optimizer).items()}
-        sites = {name: site.memory for name, site in self.sites.items()}
+        # a site that is absent from this start of the run is remembered all the same
+        sites = self._memory | {name: site.memory for name, site in self.sites.items()}
         self._folder.save_checkpoint(tensors, {"run": self._run, "round": number, "sites": sites})
         self._done = number
 
@@ -345,9 +357,7 @@ class FedDPGAN(Strategy):
             self._trainer.optimizer, {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
         )
         self._done = int(meta["round"])
-        self._memory = {
-            name: {**site, "plan": SitePlan.model_validate(site["plan"])} for name, site in meta["sites"].items()
-        }
+        self._memory = dict(meta["sites"])
         self._folder.cut_log(self._done)
 
 

@@ -153,8 +153,8 @@ def check(given: dict[str, Tensor], template: dict[str, Tensor]) -> None:
     if given.keys() != template.keys():
         odd = sorted(given.keys() ^ template.keys())[0]
         raise WireError(f"tensor {odd!r} is missing or unexpected; the networks differ from the federation's")
-    for name, tensor in given.items():
-        want = template[name]
+    for name, want in template.items():  # in this order, so that the same fault is named every time
+        tensor = given[name]
         if tensor.shape != want.shape or tensor.dtype != want.dtype:
             raise WireError(
                 f"tensor {name!r} is {tuple(tensor.shape)} {tensor.dtype}, not {tuple(want.shape)} {want.dtype}"

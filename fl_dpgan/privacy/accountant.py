@@ -133,11 +133,12 @@ def calibrate(
     Args:
         others: events that the same budget also pays for.
         order: the RDP order that counts, where it is fixed already; else the best one.
-        order: the RDP order that counts, where it is fixed already; else the best one.
 
     Raises:
-        ConfigError: no noise multiplier up to 10^6 is enough.
+        ConfigError: the budget is not a positive number, or no noise multiplier up to 10^6 is enough.
     """
+    if not 0 < eps_max < math.inf:
+        raise ConfigError(f"eps_max = {eps_max} is not a positive number; correct it")
 
     def cost(sigma: float) -> float:
         events = (Event(sample_rate, sigma, steps), *others)

@@ -17,7 +17,7 @@ from typing import Any
 
 from fl_dpgan.errors import BudgetError, LedgerError
 from fl_dpgan.files import sync
-from fl_dpgan.privacy.accountant import Event, epsilon_from_rdp, step_rdp, steps_that_fit
+from fl_dpgan.privacy.accountant import Event, epsilon_from_rdp, steps_that_fit, total_rdp
 from fl_dpgan.privacy.entries import (
     FIRST_PREVIOUS,
     FORMAT,
@@ -92,12 +92,9 @@ class LedgerReader:
         with self._errors():
             if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'entries'").fetchone():
                 raise LedgerError(f"{self.path} is a database but not a ledger; give another path")
-            problem = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
             first = self._db.execute("SELECT payload FROM entries WHERE seq = 1 AND kind = 'account'").fetchone()
-        if problem != "ok" or first is None:
-            raise LedgerError(
-                f"{self.path} is damaged ({problem}); put back a copy of it: nothing is trained without it"
-            )
+        if first is None:
+            raise LedgerError(f"{self.path} has lost its account; put back a copy of it: nothing is trained without it")
         terms = json.loads(first[0])
         if terms.pop("format") != FORMAT:
             raise LedgerError(f"{self.path} has another format than {FORMAT}; use the version that wrote it")
@@ -180,8 +177,7 @@ class LedgerReader:
             return self._db.execute("SELECT 1 FROM entries WHERE hash = ?", (anchor,)).fetchone() is not None
 
     def _rdp(self, run: str | None, budget: str) -> float:
-        events = self.totals(run, budget)
-        return sum(e.count * step_rdp(e.sample_rate, e.noise_multiplier, self.account.order) for e in events)
+        return total_rdp(self.totals(run, budget), self.account.order)
 
     def _fitting(self, event: Event, spent_rdp: float, cap: float) -> int:
         account = self.account

@@ -36,7 +36,8 @@ class KeyedGenerator:
     def uniform(self, count: int) -> Floats:
         """(count,) numbers of 53 bits in the open interval (0, 1)."""
         words = np.frombuffer(self._stream.update(bytes(8 * count)), dtype="<u8")
-        return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+        # the largest word would be rounded up to 1
+        return np.minimum(((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53, 1 - 2.0**-53)
 
     def bernoulli(self, count: int, rate: float) -> NDArray[np.bool_]:
         """(count,) independent trials, each true with probability `rate`."""

@@ -2,17 +2,19 @@
 
 import hashlib
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from torch import Tensor
 
 from fl_dpgan.privacy.accountant import Event, best_order, calibrate, epsilon
 from fl_dpgan.privacy.clipping import ClippingRule, EpsilonAdaptive, Quantile
 from fl_dpgan.privacy.entries import Unit
 from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.privacy.units import Indices, Units
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: The smallest sigma that a plan may have; a budget that would allow less is simply not used up.
 LEAST_NOISE = 0.1
@@ -161,13 +163,13 @@ class SitePlan(BaseModel):
         drawn = np.flatnonzero(random.bernoulli(len(units), self.sample_rate)).astype(np.int64)
         return units.records(drawn, random)
 
-    def noise(self, template: Tensor, clipping_norm: float, random: KeyedGenerator) -> Tensor:
+    def noise(self, template: "Tensor", clipping_norm: float, random: KeyedGenerator) -> "Tensor":
         """Gaussian noise for a sum of gradients clipped to `clipping_norm`, in the shape of `template`."""
         sigma = self.noise_multiplier
         if isinstance(self.clipping, Quantile):
             sigma = self.clipping.gradient_noise(sigma)
         draw = random.normal(template.numel()) * (sigma * clipping_norm)
-        return torch.from_numpy(draw).to(template).view_as(template)
+        return template.new_tensor(draw).view_as(template)
 
     def _steps(self, count: int) -> Event:
         return Event(self.sample_rate, self.noise_multiplier, count)

@@ -29,7 +29,8 @@ class Units:
             return
         if len(patients) != records:
             raise DataError(f"{len(patients)} patient ids for {records} records; give one per record")
-        missing = sum(not patient for patient in patients)
+        # a gap in a table often reads as blanks, None or NaN; as an id it would join all who have none into one patient
+        missing = sum(not isinstance(patient, str) or not patient.strip() for patient in patients)
         if missing:
             # neither an id nor a row number: this may end up in a log
             raise DataError(f"{missing} records have no patient id; add the ids, or protect images (unit = 'image')")

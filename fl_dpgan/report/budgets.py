@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fl_dpgan.errors import LedgerError
-from fl_dpgan.privacy.accountant import epsilon_from_rdp, step_rdp
+from fl_dpgan.privacy.accountant import epsilon, epsilon_from_rdp, step_rdp, steps_that_fit, total_rdp
 from fl_dpgan.privacy.entries import MAIN, charge_of
 from fl_dpgan.privacy.ledger import LedgerReader
 
@@ -38,21 +38,26 @@ def budget_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _row(ledger: LedgerReader, budget: str, declared_size: int) -> dict[str, Any]:
-    account, last = ledger.account, ledger.last_charge(budget)
-    spent = ledger.epsilon(budget=budget)
+    account, last, totals = ledger.account, ledger.last_charge(budget), ledger.totals(budget=budget)
+    order, delta = account.order, account.delta
+    spent = epsilon(totals, order, delta)
     events, unknown = ledger.counts(budget)
     row: dict[str, Any] = {
         "site": account.site, "budget": budget, "unit": account.unit, "relation": account.relation,
         "declared_size": declared_size, "spent": spent, "remaining": max(0.0, account.eps_max - spent),
-        "eps_max": account.eps_max, "delta": account.delta, "order": account.order, "events": events,
-        "d_steps": ledger.steps(budget=budget), "releases_unknown": unknown, "head": ledger.head(),
+        "eps_max": account.eps_max, "delta": delta, "order": order, "events": events,
+        "d_steps": sum(e.count for e in totals if e.mechanism == "discriminator_update"),
+        "releases_unknown": unknown, "head": ledger.head(),
     }  # fmt: skip
     of_last_run = dict.fromkeys(("run", "run_spent", "share", "sigma", "q", "c", "rounds_left"))
     if last:
-        in_share = ledger.steps_left(last.event, budget, run=last.run, cap=last.share)
-        fitting = min(ledger.steps_left(last.event, budget), in_share)
+        of_run = ledger.totals(last.run, budget)
+        fitting = min(
+            steps_that_fit(spent_rdp=total_rdp(charged, order), event=last.event, order=order, delta=delta, cap=cap)
+            for charged, cap in ((totals, account.eps_max), (of_run, last.share))
+        )
         of_last_run |= {
-            "run": last.run, "run_spent": ledger.epsilon(last.run, budget), "share": last.share,
+            "run": last.run, "run_spent": epsilon(of_run, order, delta), "share": last.share,
             "sigma": last.event.noise_multiplier, "q": last.event.sample_rate, "c": last.clipping_norm,
             "rounds_left": fitting // last.event.count,
         }  # fmt: skip

@@ -8,6 +8,9 @@ from rich.table import Table
 from fl_dpgan.errors import ConfigError
 from fl_dpgan.privacy.accountant import Event, best_order, calibrate, epsilon
 
+_PRV_ERROR = 0.01  # of epsilon
+_PRV_POINTS = 2**23  # the largest grid: half a gigabyte and some seconds
+
 
 def forecast(
     *, records: int, rate: float, rounds: int, d_steps: int, delta: float, eps: float | None, sigma: float | None
@@ -19,7 +22,8 @@ def forecast(
 
     Returns:
         The plan's numbers and `tenths`, a list of `round`, `steps`, `epsilon` (RDP at the plan's order, as a ledger
-        counts) and `prv` (Gopi et al., arXiv 2106.02848; an upper bound, valid for a plan that is fixed in advance).
+        counts) and `prv` (Gopi et al., arXiv 2106.02848; an upper bound, valid for a plan that is fixed in advance;
+        `epsilon` where that is lower, None where the grid would be too large).
 
     Raises:
         ConfigError: a value is out of its range, delta is too large, or no noise fits.
@@ -28,6 +32,10 @@ def forecast(
         raise ConfigError("give one of --eps and --sigma: either the budget or the noise multiplier")
     if records < 1 or not 0 < delta <= 1 / (10 * records):
         raise ConfigError(f"delta = {delta:g} must be above 0 and at most 1/(10 N^) = {1 / (10 * max(records, 1)):.1e}")
+    if eps is not None and not 0 < eps < math.inf:
+        raise ConfigError(f"eps = {eps:g} is not a budget; give a number above 0")
+    if 0 < rate < 1 / records:
+        raise ConfigError(f"rate = {rate:g} is less than one record a D step; give at least 1/N^ = {1 / records:.1e}")
     steps = rounds * d_steps
     whole = Event(rate, 1.0 if sigma is None else sigma, steps)
     if eps is not None:
@@ -39,7 +47,7 @@ def forecast(
     for end in ends:
         event = Event(rate, whole.noise_multiplier, end * d_steps)
         spent = epsilon([event], order, delta)
-        tenths.append({"round": end, "steps": event.count, "epsilon": spent, "prv": _prv(event, delta)})
+        tenths.append({"round": end, "steps": event.count, "epsilon": spent, "prv": _prv(event, delta, spent)})
     return {
         "records": records, "batch_size": records * rate, "sample_rate": rate,
         "noise_multiplier": whole.noise_multiplier,
@@ -63,13 +71,26 @@ def forecast_table(plan: dict[str, Any]) -> Table:
     return table
 
 
-def _prv(event: Event, delta: float) -> float | None:
-    """Opacus' PRV accountant; None where it cannot resolve the figure (very little noise, or very many steps)."""
+def _prv(event: Event, delta: float, spent: float) -> float | None:
+    """Opacus' PRV accountant, or `spent`; None where it cannot resolve the figure (little noise, or many steps)."""
+    if _prv_points(event, delta) > _PRV_POINTS:
+        return None
     from opacus.accountants import PRVAccountant
 
     accountant = PRVAccountant()
     accountant.history = [(event.noise_multiplier, event.sample_rate, event.count)]
     try:
-        return float(accountant.get_epsilon(delta=delta))
+        found = float(accountant.get_epsilon(delta=delta, eps_error=_PRV_ERROR))
     except (ValueError, RuntimeError, ArithmeticError):
         return None
+    return min(found, spent) if math.isfinite(found) else None
+
+
+def _prv_points(event: Event, delta: float) -> float:
+    """How many points the PRV accountant's grid would have, as Opacus lays it out."""
+    delta_error = delta / 1000
+    one = Event(event.sample_rate, event.noise_multiplier, 1)
+    parts = ((event, delta_error / 4), (one, delta_error / (8 * event.count)))
+    reach = max(epsilon([part], best_order([part], at), at) for part, at in parts)
+    mesh = _PRV_ERROR / math.sqrt(event.count * math.log(12 / delta_error) / 2)
+    return 2 * (reach + 3) / mesh

@@ -1,0 +1,1 @@
+"""The benchmarks whose tables stand in the README."""
