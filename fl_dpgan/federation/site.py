@@ -14,6 +14,7 @@ from torch import nn
 from fl_dpgan.errors import BudgetError, DataError, PolicyError, WireError
 from fl_dpgan.federation import wire
 from fl_dpgan.privacy.accountant import Event, best_order, steps_that_fit
+from fl_dpgan.privacy.engines import fastest
 from fl_dpgan.privacy.entries import MAIN, Account, Charge
 from fl_dpgan.privacy.gradients import check_separable, mixes_samples
 from fl_dpgan.privacy.ledger import Ledger, LedgerReader, StoredAnswer
@@ -77,7 +78,9 @@ class Site:
         self._discriminator = copy.deepcopy(discriminator).to(images.device)
         self._classifier = copy.deepcopy(classifier).to(images.device) if classifier else None
         probe = torch.linspace(-1, 1, 2 * images[0].numel(), device=images.device).view(2, *images.shape[1:])
-        check_separable(self._discriminator, probe, torch.zeros(2, dtype=torch.int64, device=images.device))
+        zeros = torch.zeros(2, dtype=torch.int64, device=images.device)
+        check_separable(self._discriminator, probe, zeros)
+        self._engine = fastest(self._discriminator, probe, zeros)
         if self._classifier and mixes_samples(self._classifier.eval(), probe):
             raise DataError(f"site {name}: the classifier's output for one image depends on another; use another")
         self._ledger_path, self._budget = ledger, budget
@@ -165,6 +168,7 @@ class Site:
         followed = local_update(
             self._discriminator, self._generator, optimizer, self._data, plan,
             first_step=first_step, random=self._random(request.round, first_step), followed=followed,
+            engine=self._engine,
         )  # fmt: skip
         kept = {key: value.cpu() for key, value in optimizer_tensors(optimizer).items()}
         if followed is not None:

@@ -79,11 +79,16 @@ def clipped_sum(
     """
     per_parameter = [torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64) for g in grad_samples]
     norms = torch.linalg.vector_norm(torch.stack(per_parameter), dim=0)  # (n,)
-    finite = torch.isfinite(norms)
-    factors = torch.where(finite, rule.factors(norms, clipping_norm), 0.0)
-    factors = torch.where(factors < 1e-37, 0.0, factors)  # subnormal in single precision, where it could round up
+    factors, finite = clipping_factors(norms, clipping_norm, rule)
     sums = []
     for g in grad_samples:
         clean = torch.where(finite.view(-1, *[1] * (g.dim() - 1)), g, 0.0)  # 0 times infinity would be NaN
         sums.append(torch.einsum("n,n...->...", factors.to(g.dtype), clean))
     return sums, torch.where(finite, norms, torch.inf)
+
+
+def clipping_factors(norms: Tensor, clipping_norm: float, rule: ClippingRule) -> tuple[Tensor, Tensor]:
+    """What each sample's gradient is multiplied by, (n,), and whether it is finite; one that is not gets 0."""
+    finite = torch.isfinite(norms)
+    factors = torch.where(finite, rule.factors(norms, clipping_norm), 0.0)
+    return torch.where(factors < 1e-37, 0.0, factors), finite  # subnormal in single precision, where it could round up

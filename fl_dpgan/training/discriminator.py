@@ -4,14 +4,13 @@ Bie, Kamath, Zhang, "Private GANs, Revisited" (arXiv 2302.02936), section 3: exa
 reals in one per-sample gradient pass, every sample is clipped by itself, the sum is noised once, the divisor is 2B.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from fl_dpgan.privacy.clipping import ClippingRule, Quantile
-from fl_dpgan.privacy.gradients import clipped_sum, per_sample
+from fl_dpgan.privacy.engines import Engine, OpacusEngine
 from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.training.records import Records
@@ -36,7 +35,7 @@ def draw_fakes(generator: nn.Module, count: int, random: KeyedGenerator) -> tupl
 
 
 def summed_gradient(
-    discriminator: nn.Module,
+    engine: Engine,
     reals: tuple[Tensor, Tensor],
     fakes: tuple[Tensor, Tensor],
     clipping_norm: float,
@@ -46,7 +45,6 @@ def summed_gradient(
     """Sum over all samples of the clipped gradient of the loss on D; adding or removing one real moves it by at most C.
 
     Args:
-        discriminator: wrapped by `per_sample`.
         reals, fakes: images (n, channels, size, size) and labels (n,); n may be 0 for the reals.
         rule: says how a gradient is brought to a norm of at most C.
         passes_of: samples per pass; more samples take several passes, so that no batch is cut short.
@@ -58,20 +56,13 @@ def summed_gradient(
     images = torch.cat([reals[0], fakes[0]])
     labels = torch.cat([reals[1], fakes[1]])
     targets = torch.cat([torch.ones(len(reals[1])), torch.zeros(len(fakes[1]))]).to(images)
-    parameters = list(discriminator.parameters())
-    total = [torch.zeros_like(p) for p in parameters]
+    total: list[Tensor] = []
     count = 0.0
     for part in _passes(len(images), passes_of):
-        discriminator.zero_grad(set_to_none=True)
-        logits = discriminator(images[part], labels[part])
-        binary_cross_entropy_with_logits(logits, targets[part], reduction="sum").backward()
-        sums, norms = clipped_sum([p.grad_sample for p in parameters], clipping_norm, rule)  # type: ignore[attr-defined]
-        for accumulated, addend in zip(total, sums, strict=True):
-            accumulated += addend
+        sums, norms = engine.clipped_sum(images[part], labels[part], targets[part], clipping_norm, rule)
+        total = [a + b for a, b in zip(total, sums, strict=True)] if total else sums
         of_reals = norms[targets[part] == 1]
         count += float((of_reals <= clipping_norm).sum()) - len(of_reals) / 2
-    for p in parameters:
-        p.grad_sample = None  # type: ignore[attr-defined]
     return total, count
 
 
@@ -85,6 +76,7 @@ def local_update(
     first_step: int,
     random: KeyedGenerator,
     followed: float | None = None,
+    engine: Callable[[nn.Module], Engine] = OpacusEngine,
 ) -> float | None:
     """Take `plan.d_steps` private steps on D in place. The caller has charged `plan.event` already.
 
@@ -94,19 +86,20 @@ def local_update(
         first_step: D steps that the run has already charged to this site: where C_t stands.
         random: source of the sample, the fakes and the noise.
         followed: what the previous round returned; None in the run's first.
+        engine: makes what sums the clipped gradients.
 
     Returns:
         What `Quantile` gives after the last step; the next round's `followed`.
     """
     discriminator.train()
-    wrapped = per_sample(discriminator)
+    sums = engine(discriminator)
     rule = plan.clipping
     try:
         for step in range(first_step, first_step + plan.d_steps):
             c = plan.clipping_norm(step, followed)
             reals = data.batch(plan.sample(data.units, random))
             fakes = draw_fakes(generator, plan.batch_size, random)
-            total, count = summed_gradient(wrapped, reals, fakes, c, rule, 3 * plan.batch_size)
+            total, count = summed_gradient(sums, reals, fakes, c, rule, 3 * plan.batch_size)
             for parameter, clipped in zip(discriminator.parameters(), total, strict=True):
                 parameter.grad = (clipped + plan.noise(clipped, c, random)) / (2 * plan.batch_size)
             if isinstance(rule, Quantile):
@@ -114,9 +107,7 @@ def local_update(
                 followed = rule.following(c, noised, plan.batch_size)
             optimizer.step()
     finally:
-        wrapped.to_standard_module()  # hooks must not pile up over rounds
-        for module in discriminator.modules():
-            module.__dict__.pop("activations", None)  # Opacus keeps them, and so records, when a pass fails half-way
+        sums.close()
     return followed
 
 

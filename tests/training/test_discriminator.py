@@ -6,7 +6,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from fl_dpgan.networks import Discriminator, Generator
 from fl_dpgan.privacy.clipping import EpsilonAdaptive, Fixed
-from fl_dpgan.privacy.gradients import per_sample
+from fl_dpgan.privacy.engines import LayerEngine, OpacusEngine
 from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.privacy.units import Units
@@ -86,7 +86,9 @@ def by_hand(model, images, labels, plan, step, random):
 def update(model, data, plan, seed, first_step=0, learning_rate=1.0):
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
     random = KeyedGenerator.from_seed(seed)
-    local_update(model, generator(), optimizer, Unchecked(*data), plan, first_step=first_step, random=random)
+    local_update(
+        model, generator(), optimizer, Unchecked(*data), plan, first_step=first_step, random=random, engine=LayerEngine
+    )
 
 
 def assert_all_close(found, expected, tolerance=1e-5):
@@ -94,19 +96,20 @@ def assert_all_close(found, expected, tolerance=1e-5):
         torch.testing.assert_close(a.detach(), b, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("engine", [LayerEngine, OpacusEngine])
 @pytest.mark.parametrize("passes_of", [100, 4, 1])
 @pytest.mark.parametrize("clipping_norm", [0.1, 100.0])
-def test_summed_gradient_equals_a_loop_over_single_samples(passes_of, clipping_norm):
+def test_summed_gradient_equals_a_loop_over_single_samples(engine, passes_of, clipping_norm):
     reals, fakes = images_and_labels(6, 1), images_and_labels(5, 2)
     expected = looped(discriminator(), reals, fakes, clipping_norm)
-    found = summed_gradient(per_sample(discriminator()), reals, fakes, clipping_norm, Fixed(), passes_of)[0]
+    found = summed_gradient(engine(discriminator()), reals, fakes, clipping_norm, Fixed(), passes_of)[0]
     assert length(expected) > 0.05
     assert_all_close(found, expected)
 
 
 def test_without_reals_the_sum_is_that_of_the_fakes():
     reals, fakes = images_and_labels(0), images_and_labels(4, 2)
-    found = summed_gradient(per_sample(discriminator()), reals, fakes, 0.1, Fixed(), 100)[0]
+    found = summed_gradient(LayerEngine(discriminator()), reals, fakes, 0.1, Fixed(), 100)[0]
     assert_all_close(found, looped(discriminator(), reals, fakes, 0.1))
 
 
@@ -125,7 +128,7 @@ def test_sensitivity_one_record_moves_the_sum_by_at_most_c(seed, records, scale,
     images[who] *= scale  # the record that comes or goes may be anything
     fakes = images_and_labels(3, seed + 1)
     others = torch.arange(records) != who
-    wrapped = per_sample(discriminator())
+    wrapped = LayerEngine(discriminator())
     larger = summed_gradient(wrapped, (images, labels), fakes, clipping_norm, Fixed(), passes_of)[0]
     smaller = summed_gradient(wrapped, (images[others], labels[others]), fakes, clipping_norm, Fixed(), passes_of)[0]
     moved = length([a.double() - b.double() for a, b in zip(larger, smaller, strict=True)])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fl_dpgan.errors import DataError
 from fl_dpgan.networks import Discriminator, Generator
 from fl_dpgan.privacy.clipping import Automatic, Fixed
-from fl_dpgan.privacy.gradients import per_sample
+from fl_dpgan.privacy.engines import LayerEngine
 from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.training.discriminator import local_update, summed_gradient
@@ -65,7 +65,7 @@ def test_invariant_11_sensitivity_a_patient_moves_the_clipped_sum_by_at_most_c(s
     random = np.random.default_rng(seed)
     included, which = random.random(len(sizes)), random.random(len(sizes))
     included[who] = 0.0  # the patient is sampled
-    plan, fakes, wrapped = site_plan(), images_and_labels(3, seed + 1), per_sample(networks()[1])
+    plan, fakes, wrapped = site_plan(), images_and_labels(3, seed + 1), LayerEngine(networks()[1])
 
     def clipped_sum(keep_patients, keep):
         data = Records(images[keep], labels[keep], [p for p, k in zip(patients, keep, strict=True) if k])
