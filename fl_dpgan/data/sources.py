@@ -78,7 +78,12 @@ def to_tensor(images: NDArray[np.uint8]) -> torch.Tensor:
     """Map uint8 images of any shape to a float32 tensor of that shape in [-1, 1] (0 -> -1, 255 -> 1)."""
     import torch
 
-    return torch.from_numpy(np.asarray(images, np.float32) / np.float32(127.5) - np.float32(1.0))
+    return to_unit(torch.from_numpy(images))
+
+
+def to_unit(images: torch.Tensor) -> torch.Tensor:
+    """Map a uint8 tensor of any shape to float32 in [-1, 1] (0 -> -1, 255 -> 1)."""
+    return images.float() / 127.5 - 1.0
 
 
 def load(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fl_dpgan.config import Scenario
-from fl_dpgan.data import ImageData, load, partition, to_tensor
+from fl_dpgan.data import ImageData, load, partition
 from fl_dpgan.errors import ConfigError, DataError
 from fl_dpgan.evaluation.utility import classifier, classifier_of
 from fl_dpgan.federation.reaper import watch
@@ -99,7 +99,7 @@ def _records(scenario: Scenario, images: ImageData, part: NDArray[np.int64]) -> 
     mine = images.subset(part)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     patients = mine.patients if scenario.privacy.unit == "patient" else None
-    return Records(to_tensor(mine.images).to(device), torch.from_numpy(mine.labels).to(device), patients)
+    return Records(torch.from_numpy(mine.images).to(device), torch.from_numpy(mine.labels).to(device), patients)
 
 
 def check(scenario: Scenario, data_dir: Path | None) -> None:

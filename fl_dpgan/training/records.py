@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fl_dpgan.data import to_unit
 from fl_dpgan.errors import DataError
 from fl_dpgan.privacy.units import Indices, Units
 
@@ -13,7 +14,8 @@ class Records:
     """Labelled images of one site.
 
     Args:
-        images: (N, channels, size, size) in [-1, 1]. labels: (N,).
+        images: (N, channels, size, size), uint8, which takes a quarter of the memory, or floats in [-1, 1].
+        labels: (N,).
         patients: each record's patient id (N,), where the privacy unit is the patient.
 
     Raises:
@@ -23,7 +25,7 @@ class Records:
     def __init__(self, images: Tensor, labels: Tensor, patients: Sequence[str] | None = None) -> None:
         if len(images) != len(labels):
             raise DataError(f"{len(images)} images with {len(labels)} labels; give one label per image")
-        if not bool(torch.isfinite(images).all()):
+        if images.is_floating_point() and not bool(torch.isfinite(images).all()):
             raise DataError("pixels that are not finite; read the images again")
         self.images, self.labels = images, labels
         self.units = Units(len(labels), patients)
@@ -39,9 +41,10 @@ class Records:
             raise DataError(f"a label is outside 0 to {num_classes - 1}; map the site's labels to the federation's")
 
     def batch(self, records: Indices) -> tuple[Tensor, Tensor]:
-        """Images and labels of the records at these indices."""
+        """Images in [-1, 1] and labels of the records at these indices."""
         chosen = torch.from_numpy(records).to(self.labels.device)
-        return self.images[chosen], self.labels[chosen]
+        images = self.images[chosen]
+        return images if images.is_floating_point() else to_unit(images), self.labels[chosen]
 
 
 def check_units(units: Units, declared_size: int) -> None:
