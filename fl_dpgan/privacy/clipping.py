@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 if TYPE_CHECKING:
     from torch import Tensor
 
-Norm = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+# the lower bound keeps clipped gradients and noise far from single precision's subnormals, where rounding voids both
+Norm = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 
 
 class _Clip(BaseModel):

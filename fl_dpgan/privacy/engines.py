@@ -1,23 +1,24 @@
 """Sums of clipped per-sample gradients: our own engine for convolutions and linear layers, Opacus for the rest.
 
-Clipping needs each sample's norm over all layers before anything is added up. `LayerEngine` takes one forward and one
-backward pass, down to the layers' outputs. From each layer's input and output gradient it takes the norms, a few
-samples at a time, and drops their gradients again; then one weighted pass per layer gives the clipped sum.
+`LayerEngine` takes one forward and one backward pass, down to the layers' outputs, and forms each sample's weight
+gradients from the layers' inputs and output gradients. Norm and sum are taken from the *same* tensors: were the sum
+computed anew, with the factor inside, then for weights chosen to make large terms cancel in the norm it would round
+otherwise, and a clipped gradient could be far longer than C.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, pad, pixel_unshuffle
-from torch.nn.grad import conv2d_weight
 
 from fl_dpgan.errors import ConfigError
 from fl_dpgan.privacy.clipping import ClippingRule, Fixed
 from fl_dpgan.privacy.gradients import clipped_sum, clipping_factors, per_sample
 
-#: Samples whose weight gradients are held at once: so few that they stay in a processor's cache.
+#: Samples that are worked on at once: so few that what belongs to them stays in a processor's cache.
 _CHUNK = 16
 
 
@@ -82,12 +83,15 @@ class LayerEngine:
 
     def __init__(self, discriminator: nn.Module) -> None:
         self._module = discriminator
-        self._layers = [m for m in discriminator.modules() if next(m.parameters(recurse=False), None) is not None]
-        for layer in self._layers:
-            if not _supported(layer):
+        self._layers: list[nn.Conv2d | nn.Linear] = []
+        for layer in discriminator.modules():
+            if next(layer.parameters(recurse=False), None) is None:
+                continue
+            if not isinstance(layer, nn.Conv2d | nn.Linear) or not _supported(layer):
                 raise ConfigError(
                     f"{type(layer).__name__} is not a plain convolution or linear layer; use OpacusEngine"
                 )
+            self._layers.append(layer)
         self._seen: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
         self._hooks = [layer.register_forward_hook(self._remember) for layer in self._layers]
 
@@ -102,17 +106,15 @@ class LayerEngine:
         inputs, outputs = zip(*(self._seen[layer][0] for layer in self._layers), strict=True)
         self._seen = {}
         gradients = torch.autograd.grad(loss, outputs)
-        squares = torch.zeros(len(images), dtype=torch.float64, device=images.device)
-        for layer, x, g in zip(self._layers, inputs, gradients, strict=True):
-            squares += _squared_norms(layer, x, g)
-        norms = squares.sqrt()
+        pieces = [
+            _of_convolution(layer, x, g) if isinstance(layer, nn.Conv2d) else _of_linear(layer, x, g)
+            for layer, x, g in zip(self._layers, inputs, gradients, strict=True)
+        ]
+        norms = torch.stack([square for piece in pieces for square in piece.squares]).sum(0).sqrt()
         factors, finite = clipping_factors(norms, clipping_norm, rule)
         sums: dict[Tensor, Tensor] = {}
-        for layer, x, g in zip(self._layers, inputs, gradients, strict=True):
-            weighted = g * factors.to(g.dtype).view(-1, *[1] * (g.dim() - 1))
-            if not bool(finite.all()):  # 0 times infinity would be NaN
-                x, weighted = (torch.where(finite.view(-1, *[1] * (t.dim() - 1)), t, 0.0) for t in (x, weighted))
-            sums |= _summed(layer, x, weighted)
+        for piece in pieces:
+            sums |= piece.summed(factors)
         return [sums[p] for p in self._module.parameters()], torch.where(finite, norms, torch.inf)
 
     def close(self) -> None:
@@ -165,50 +167,81 @@ def _supported(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear
 
 
-def _squared_norms(layer: nn.Module, x: Tensor, g: Tensor) -> Tensor:
-    """Each sample's squared gradient norm at this layer (n,), from the layer's input and output gradient."""
-    if isinstance(layer, nn.Linear):
-        if x.dim() != 2:
-            raise ConfigError("a linear layer on more than a vector per sample; use OpacusEngine")
-        squared_x = _norm(x).square()
-        return _norm(g).square() * (squared_x if layer.bias is None else squared_x + 1)
-    assert isinstance(layer, nn.Conv2d)  # `_supported` let it in
-    parts = zip(x.split(_CHUNK), g.split(_CHUNK), strict=True)
-    weight = torch.cat([_conv_squared_norms(layer, part_x, part_g) for part_x, part_g in parts])
-    return weight if layer.bias is None else weight + _norm(g.sum((2, 3))).square()
+@dataclass(frozen=True)
+class _Piece:
+    """One layer's per-sample gradients: their squared norms (n,), and how they are summed with the samples' factors."""
+
+    squares: list[Tensor]
+    summed: Callable[[Tensor], dict[Tensor, Tensor]]
 
 
-def _conv_squared_norms(layer: nn.Conv2d, x: Tensor, g: Tensor) -> Tensor:
-    """As `_squared_norms`, for a convolution's weight.
+def _of_linear(layer: nn.Linear, x: Tensor, g: Tensor) -> _Piece:
+    """A sample's weight gradient is g x^T, so its norm is |g| |x| and nothing can cancel in it."""
+    if x.dim() != 2:
+        raise ConfigError("a linear layer on more than a vector per sample; use OpacusEngine")
+    length_x, length_g = _norm(x), _norm(g)
 
-    With stride s and a kernel of m s pixels, the convolution is one of stride 1 and m taps on the input's s x s blocks
-    taken as channels. A tap's weight gradient is the product of g with the blocks shifted by the tap; in rows laid end
-    to end a shift is an offset, so nothing is copied.
+    def summed(factors: Tensor) -> dict[Tensor, Tensor]:
+        # unit vectors times the clipped length: g times a small factor could be subnormal, and so be rounded up
+        scale = torch.where(factors > 0, factors * length_g * length_x, 0.0)
+        left, right = (_unit(g, length_g) * scale[:, None]).to(x), _unit(x, length_x).to(x)
+        sums: dict[Tensor, Tensor] = {layer.weight: left.T @ right}
+        if layer.bias is not None:
+            bias = _unit(g, length_g) * torch.where(factors > 0, factors * length_g, 0.0)[:, None]
+            sums[layer.bias] = bias.sum(0).to(x)
+        return sums
+
+    weight = (length_g * length_x).square()
+    return _Piece([weight] if layer.bias is None else [weight, length_g.square()], summed)
+
+
+def _of_convolution(layer: nn.Conv2d, x: Tensor, g: Tensor) -> _Piece:
+    """With stride s and a kernel of m s pixels, the convolution is one of stride 1 and m taps on blocks of s x s.
+
+    The blocks' pixels are taken as channels. A tap's weight gradient is the product of g with the blocks shifted by the
+    tap; in rows laid end to end a shift is an offset, so nothing is copied.
     """
     (kernel_h, kernel_w), s = layer.kernel_size, layer.stride[0]
     taps_h, taps_w = kernel_h // s, kernel_w // s
-    out_h, out_w = g.shape[2:]
-    rows, columns = out_h + taps_h - 1, out_w + taps_w - 1
+    rows, columns = g.shape[2] + taps_h - 1, g.shape[3] + taps_w - 1
     pad_h, pad_w = (int(p) for p in layer.padding)
-    padded = pad(x, (pad_w, pad_w, pad_h, pad_h))[:, :, : s * rows, : s * columns]
-    blocks = pixel_unshuffle(padded, s).flatten(2)  # (n, s s channels, rows * columns)
-    length = out_h * columns - (taps_w - 1)
-    spread = pad(g, (0, taps_w - 1)).flatten(2)[:, :, :length]  # (n, out channels, length): zeros where a row ends
-    total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-    for tap in range(taps_h * taps_w):
-        start = tap // taps_w * columns + tap % taps_w
-        gradient = torch.bmm(spread, blocks[:, :, start : start + length].transpose(1, 2))
-        total += _norm(gradient.flatten(1)).square()
-    return total
+    length = g.shape[2] * columns - (taps_w - 1)
+    taps = [row * columns + column for row in range(taps_h) for column in range(taps_w)]
+    held = x.new_empty(len(x), len(taps), layer.out_channels, s * s * layer.in_channels)
+    squares = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+    for start in range(0, len(x), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        padded = pad(x[part], (pad_w, pad_w, pad_h, pad_h))[:, :, : s * rows, : s * columns]
+        blocks = pixel_unshuffle(padded, s).flatten(2)  # (chunk, s s in_channels, rows * columns)
+        spread = pad(g[part], (0, taps_w - 1)).flatten(2)[:, :, :length]  # zeros where a row ends
+        for tap, offset in enumerate(taps):
+            held[part, tap] = torch.bmm(spread, blocks[:, :, offset : offset + length].transpose(1, 2))
+        squares[part] = _norm(held[part].flatten(1)).square()
+    biases = g.sum((2, 3))
+
+    def summed(factors: Tensor) -> dict[Tensor, Tensor]:
+        flat = _weighted_sum(held.flatten(1), factors)
+        # (taps, out, in, s, s) to (out, in, kernel_h, kernel_w)
+        weight = flat.view(taps_h, taps_w, layer.out_channels, layer.in_channels, s, s)
+        sums: dict[Tensor, Tensor] = {layer.weight: weight.permute(2, 3, 0, 4, 1, 5).reshape(layer.weight.shape)}
+        if layer.bias is not None:
+            sums[layer.bias] = _weighted_sum(biases, factors)
+        return sums
+
+    return _Piece([squares] if layer.bias is None else [squares, _norm(biases).square()], summed)
 
 
-def _summed(layer: nn.Module, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:
-    """The layer's gradients, summed over the samples, from its input and its (weighted) output gradient."""
-    if isinstance(layer, nn.Conv2d):
-        weight = conv2d_weight(x, layer.weight.shape, g, layer.stride, layer.padding)
-        return {layer.weight: weight} | ({} if layer.bias is None else {layer.bias: g.sum((0, 2, 3))})
-    assert isinstance(layer, nn.Linear)  # `_supported` let it in
-    return {layer.weight: g.T @ x} | ({} if layer.bias is None else {layer.bias: g.sum(0)})
+def _weighted_sum(rows: Tensor, factors: Tensor) -> Tensor:
+    """The sum of the rows (n, p) times the factors (n,); a row with factor 0 may be infinite."""
+    if bool((factors == 0).any()):
+        rows = torch.where((factors > 0)[:, None], rows, 0.0)
+    return factors.to(rows.dtype) @ rows
+
+
+def _unit(values: Tensor, lengths: Tensor) -> Tensor:
+    """Each row divided by its length, in double precision; zeros where there is no length, or no finite one."""
+    fine = (lengths > 0) & torch.isfinite(lengths)
+    return torch.where(fine[:, None], values.double() / torch.where(fine, lengths, 1.0)[:, None], 0.0)
 
 
 def _norm(values: Tensor) -> Tensor:

@@ -111,6 +111,53 @@ def test_a_single_clipped_gradient_is_no_longer_than_c(rule, seed, scale, c):
     assert length(sums) <= c * (1 + 1e-6)
 
 
+def cancelling(scale):
+    """A discriminator whose weights make huge terms cancel exactly in the second convolution's gradients."""
+    model = Discriminator(size=28, channels=1, num_classes=10, width=16)
+    random = torch.Generator().manual_seed(1)
+    terms = torch.randint(-1000, 1000, (10, 32, 5, 5), generator=random).float()
+    terms[..., 4, 4] -= terms.sum((2, 3))
+    weights = torch.zeros(10, 32, 7, 7)
+    weights[:, :, 1:6, 1:6] = terms * scale
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.features[0].bias.fill_(1.0)
+        model.features[2].bias.fill_(1.0)
+        model.head.weight.copy_(weights.flatten(1))
+        model.head.bias.fill_(-1e30)
+    return model
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("scale", [1.0, 2.0**20, 2.0**40, 2.0**60])
+def test_sensitivity_holds_for_weights_under_which_huge_terms_cancel(engine, scale):
+    # norm and sum must come from the same tensors: computed twice, they round differently, and the bound is void
+    image = torch.full((1, 1, 28, 28), -1.0)
+    sums, norms = result(engine, cancelling(scale), (image, torch.tensor([3]), torch.ones(1)), 1.0)
+    assert float(norms[0]) > 0
+    assert length(sums) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    weights=st.sampled_from([1e-30, 1e-15, 1.0, 1e10, 1e18]),
+    pixels=st.sampled_from([1e-30, 1e-3, 1.0, 1e15, 1e37]),
+    c=st.sampled_from([1e-6, 1e-5, 1.0, 1e6]),
+)
+def test_sensitivity_holds_whatever_the_scale_of_weights_and_pixels(engine, seed, weights, pixels, c):
+    torch.manual_seed(seed)
+    model = Discriminator(size=28, channels=1, num_classes=4, width=2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= weights
+    images, labels, targets = batch(1, seed=seed)
+    sums, _ = result(engine, model, (images * pixels, labels, targets), c)
+    assert length(sums) <= c * (1 + 1e-5)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e38])
 def test_a_sample_whose_gradient_is_not_finite_counts_as_zero_and_leaves_the_others(engine, value):
