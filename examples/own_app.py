@@ -9,7 +9,8 @@ from flwr.serverapp import ServerApp
 from torch import nn
 
 from fl_dpgan.config import Plan
-from fl_dpgan.federation import FedDPGAN, Policy, Records, Site
+from fl_dpgan.federation import FedDPGAN, Policy, Records, Site, register
+from fl_dpgan.privacy.ledger import Ledger
 from fl_dpgan.runs import RunFolder
 
 OUT = Path(os.environ.get("OWN_APP_OUT", "runs/own-app")).absolute()
@@ -37,13 +38,14 @@ def site(context):
     number, (g, d) = int(context.node_config["partition-id"]), networks()
     labels = torch.arange(200) % 2
     stripes = torch.sin(torch.rand(200, 8, 8) + torch.arange(8) * (1 + labels)[:, None, None])
-    return Site(f"lab-{number}", Records(stripes[:, None], labels), policy=Policy(declared_size=200), generator=g,
-                discriminator=d, ledger=OUT / f"lab-{number}.sqlite", learning_rate=1e-3)  # fmt: skip
+    name, policy, ledger = f"lab-{number}", Policy(declared_size=200), OUT / f"lab-{number}.sqlite"
+    Ledger(ledger, policy.account(name)).close()  # made on the first call; at a real site, once: fl-dpgan site ledger
+    return Site(name, Records(stripes[:, None], labels), policy=policy, generator=g, discriminator=d, ledger=ledger,
+                learning_rate=1e-3)  # fmt: skip
 
 
 client, server = ClientApp(), ServerApp()
-client.query()(lambda message, context: site(context).hello(message))
-client.train()(lambda message, context: site(context).train(message))
+register(client, site)
 
 
 @server.main()

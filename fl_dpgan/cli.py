@@ -171,13 +171,12 @@ def _run(folder: Any, job: Any) -> None:
 
         def on_round(record: dict[str, Any]) -> None:
             if "stopped" in record:
-                progress.console.print(f"stopped before round {record['round']}: {record['stopped']}")
+                progress.console.print(f"stopped before round {record['round']}: {record['stopped']}", markup=False)
                 return
             for name, site in record["sites"].items():
                 if site["status"] != "trained":
-                    progress.console.print(
-                        f"round {record['round']}: {name} {site['status']}: {site.get('reason', '')}"
-                    )
+                    reason = site.get("reason", "")
+                    progress.console.print(f"round {record['round']}: {name} {site['status']}: {reason}", markup=False)
             spent = f"epsilon {record['epsilon_min']:.3f} to {record['epsilon_max']:.3f}"
             progress.update(task, completed=record["round"], description=spent)
 

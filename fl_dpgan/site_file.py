@@ -57,6 +57,7 @@ def template(name: str, declared_size: int) -> str:
     """
     try:
         policy = Policy(declared_size=declared_size, delta=min(1e-5, 1 / (10 * max(declared_size, 1))))
+        policy = policy.model_copy(update={"order": policy.ledger_order})
         site = SiteFile(name=name, policy=policy)
     except ValidationError as error:
         raise ConfigError(one_line(error)) from error

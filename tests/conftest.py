@@ -1,6 +1,7 @@
 """What the tests share: one torch thread, and a small federation that needs no Ray."""
 
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from fl_dpgan.config import Plan
 from fl_dpgan.federation import FedDPGAN, Policy, Records, Site
 from fl_dpgan.networks import Discriminator, Generator
+from fl_dpgan.privacy.entries import Account
+from fl_dpgan.privacy.ledger import Ledger, LedgerReader
 from fl_dpgan.runs import RunFolder
 
 torch.set_num_threads(1)
@@ -70,19 +73,28 @@ class Federation:
         shape = {"size": 28, "channels": 1, "num_classes": 2}
         return Generator(**shape, latent_dim=4, width=2), Discriminator(**shape, width=2)
 
+    def ledger(self, number: int) -> Path:
+        return self.path / "ledgers" / f"site-{number}.sqlite"
+
     def data(self, number: int, records: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
         random = torch.Generator().manual_seed(100 + number)
         return torch.rand(records, 1, 28, 28, generator=random) * 2 - 1, torch.arange(records) % 2
 
     def site(self, number: int, *, data=None, eps_max: float = 10.0, **policy) -> Site:
         generator, discriminator = self.networks()
+        terms = Policy.model_validate({"declared_size": 40, "eps_max": eps_max, **policy})
+        account, path = terms.account(f"site-{number}"), self.ledger(number)
+        if unused_on_other_terms(path, account):
+            path.unlink()  # made by `sites` on the default terms
+        if not path.exists():
+            Ledger(path, account).close()
         return Site(
             f"site-{number}",
             Records(*(data or self.data(number))),
-            policy=Policy.model_validate({"declared_size": 40, "eps_max": eps_max, **policy}),
+            policy=terms,
             generator=generator,
             discriminator=discriminator,
-            ledger=self.path / "ledgers" / f"site-{number}.sqlite",
+            ledger=self.ledger(number),
             learning_rate=1e-3,
             seed=self.plan.seed,
         )
@@ -101,6 +113,13 @@ class Federation:
         strategy._join(grid)
         requests = list(strategy.configure_train(round_number, None, None, grid))
         return grid_sent(requests[number])
+
+
+def unused_on_other_terms(path: Path, account: Account) -> bool:
+    if not path.exists():
+        return False
+    with closing(LedgerReader(path)) as ledger:
+        return ledger.account != account and not ledger.charges()
 
 
 def grid_sent(message: Message) -> Message:

@@ -22,7 +22,9 @@ def written(tmp_path, text):
 def test_the_template_loads_back_to_the_defaults(tmp_path, size):
     site = load_site(written(tmp_path, template("clinic-1", size)))
     assert site.name == "clinic-1" and site.budget == "main"
-    assert site.policy == Policy(declared_size=size, delta=min(1e-5, 1 / (10 * size)))
+    defaults = Policy(declared_size=size, delta=min(1e-5, 1 / (10 * size)))
+    assert site.policy == defaults.model_copy(update={"order": defaults.ledger_order})  # computed once, and written
+    assert site.policy.account("clinic-1") == defaults.account("clinic-1")
     assert site.policy.delta <= 1 / (10 * size)
     assert site.ledger == tmp_path / "ledger.sqlite"
 
@@ -80,6 +82,10 @@ def test_name_and_declared_size_are_enough(tmp_path):
         (LEAST.format("", 'unit = "person"\n'), "policy.unit"),
         (LEAST.format("", 'mechanisms = ["loss"]\n'), "policy.mechanisms"),
         (LEAST.format("", "largest_d_steps = 2.5\n"), "policy.largest_d_steps"),
+        (LEAST.format("", "order = 64.0\n"), "policy.order"),
+        (LEAST.format("", "order = 2.5\n"), "policy.order"),
+        (LEAST.format("", "order = nan\n"), "policy.order"),
+        (LEAST.format("", 'order = "best"\n'), "policy.order"),
         (LEAST.format("", "declared_size = 901\n"), "cannot be read as TOML"),
         (LEAST.format("ledger = 3\n", ""), "ledger"),
         ('name = "a clinic"\n[policy]\ndeclared_size = 900\n', "name"),

@@ -1,6 +1,7 @@
 """`fl-dpgan budget`: show, verify, export and plan what is spent of a site's privacy budget."""
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -66,19 +67,21 @@ def verify(
     console.print(
         f"{ledger} verifies: {found.entries} entries, site {found.site}, unit {found.unit}, "
         f"eps_max = {found.eps_max:g}, delta = {found.delta:g}, order {found.order:g}", soft_wrap=True,
+        markup=False,
     )  # fmt: skip
     for budget in found.budgets:
         console.print(
-            f"budget {budget.name}: epsilon {budget.epsilon:.6f} from {budget.events} events, "
+            f"budget {budget.name}: epsilon {math.ceil(budget.epsilon * 1e6) / 1e6:.6f} from {budget.events} events, "
             f"{budget.d_steps} D steps, declared size {budget.declared_size}", soft_wrap=True,
+            markup=False,
         )  # fmt: skip
     console.print(f"charges of which no answer was stored: {found.releases_unknown}")
     for note in found.notes:
-        console.print(f"note: {note}", soft_wrap=True)
+        console.print(f"note: {note}", soft_wrap=True, markup=False)
     missing = (
         "" if anchor else " (keep it elsewhere: without --anchor a shortened or wholly rewritten file is not seen)"
     )
-    console.print(f"head {found.head}{missing}", soft_wrap=True)
+    console.print(f"head {found.head}{missing}", soft_wrap=True, markup=False)
 
 
 @app.command()

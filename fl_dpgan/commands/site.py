@@ -37,3 +37,25 @@ def init(
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
     console.print(f"{path} written; read it through, then edit it", soft_wrap=True)
+
+
+@app.command()
+def ledger(
+    path: Annotated[Path, typer.Argument(help="The site file.")] = Path("site.toml"),
+) -> None:
+    """Make the site's ledger, once and for ever, on the terms of its file; an existing one is left alone."""
+    from contextlib import closing
+
+    from fl_dpgan.privacy.ledger import Ledger
+    from fl_dpgan.site_file import load_site
+
+    site = load_site(path)
+    if site.ledger.exists():
+        raise ConfigError(f"{site.ledger} is there already; a site has one ledger for ever")
+    with closing(Ledger(site.ledger, site.policy.account(site.name))) as made:
+        account = made.account
+        console.print(
+            f"{site.ledger} made: eps_max = {account.eps_max:g}, delta = {account.delta:g}, order {account.order:g}, "
+            f"unit {account.unit}; keep copies of it, and its newest hash elsewhere: {made.head()}",
+            soft_wrap=True,
+        )

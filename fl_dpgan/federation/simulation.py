@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Context, Message
+from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
@@ -21,10 +21,12 @@ from fl_dpgan.config import Scenario
 from fl_dpgan.data import ImageData, load, partition
 from fl_dpgan.errors import ConfigError, DataError
 from fl_dpgan.evaluation.utility import classifier, classifier_of
+from fl_dpgan.federation.client import register
 from fl_dpgan.federation.reaper import watch
 from fl_dpgan.federation.site import Site
 from fl_dpgan.federation.strategy import FedDPGAN
 from fl_dpgan.networks import from_config
+from fl_dpgan.privacy.ledger import Ledger
 from fl_dpgan.privacy.policy import Policy
 from fl_dpgan.privacy.units import Units
 from fl_dpgan.report.synthetic import sample_grid
@@ -129,6 +131,7 @@ def policy(scenario: Scenario, index: int) -> Policy:
             "delta": privacy.delta, "eps_per_run": privacy.eps_max, "mechanisms": asked,
             "largest_batch_size": privacy.batch_size, "largest_clipping_norm": privacy.clipping.largest,
             "largest_d_steps": scenario.training.d_steps,
+            "order": scenario.site_plan(scenario.declared_size(index)).order,
         }
     )  # fmt: skip
 
@@ -139,15 +142,17 @@ def simulated_site(job: Job, index: int) -> Site:
     scenario = job.folder.scenario
     images, parts = split_data(scenario, job.data_dir)
     generator, discriminator = from_config(scenario.model, scenario.seed)
-    model = scenario.model
+    model, terms, name = scenario.model, policy(scenario, index), f"site-{index}"
+    ledger = job.folder.ledger(name)
+    Ledger(ledger, terms.account(name)).close()
     return Site(
-        f"site-{index}",
+        name,
         _records(scenario, images, parts[index]),
-        policy=policy(scenario, index),
+        policy=terms,
         generator=generator,
         discriminator=discriminator,
         classifier=classifier(model.channels, model.size, model.num_classes),
-        ledger=job.folder.ledger(f"site-{index}"),
+        ledger=ledger,
         learning_rate=scenario.training.d_learning_rate,
         seed=scenario.seed,
     )
@@ -155,18 +160,7 @@ def simulated_site(job: Job, index: int) -> Site:
 
 def register_sites(app: ClientApp, job_of: Callable[[Context], Job]) -> None:
     """Let a Flower ClientApp answer as the simulated site of its node's partition."""
-
-    @app.query()
-    def query(message: Message, context: Context) -> Message:
-        return simulated_site(job_of(context), int(context.node_config["partition-id"])).hello(message)
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        return simulated_site(job_of(context), int(context.node_config["partition-id"])).train(message)
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        return simulated_site(job_of(context), int(context.node_config["partition-id"])).evaluate(message)
+    register(app, lambda context: simulated_site(job_of(context), int(context.node_config["partition-id"])))
 
 
 def serve(job: Job, grid: Grid, on_round: OnRound = lambda record: None) -> None:

@@ -11,13 +11,13 @@ from flwr.app import Message
 from safetensors.torch import load, save
 from torch import nn
 
-from fl_dpgan.errors import BudgetError, DataError, PolicyError, WireError
+from fl_dpgan.errors import BudgetError, DataError, LedgerError, PolicyError, WireError
 from fl_dpgan.federation import wire
-from fl_dpgan.privacy.accountant import Event, best_order, steps_that_fit
+from fl_dpgan.privacy.accountant import Event
 from fl_dpgan.privacy.engines import fastest
-from fl_dpgan.privacy.entries import MAIN, Account, Charge
+from fl_dpgan.privacy.entries import MAIN, Charge
 from fl_dpgan.privacy.gradients import check_separable, mixes_samples
-from fl_dpgan.privacy.ledger import Ledger, LedgerReader, StoredAnswer
+from fl_dpgan.privacy.ledger import Ledger, StoredAnswer
 from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.privacy.policy import Policy
 from fl_dpgan.privacy.verify import verify
@@ -37,7 +37,8 @@ class Site:
         data: the site's records, never read outside the charged mechanisms.
         policy: what the site accepts; its declared size becomes public.
         generator, discriminator: the federation's networks, of which only the shapes matter.
-        ledger: path of the site's SQLite file; created with the first accepted request.
+        ledger: path of the site's SQLite file, made once by `Ledger(path, policy.account(name))` or `fl-dpgan site
+            ledger`. A site never makes one itself: a file that is lost must not become a new budget.
         learning_rate: of D's Adam optimiser.
         classifier: takes part in evaluation counts, where the policy lets them leave.
         budget: which of the ledger's budgets these data are charged to.
@@ -46,7 +47,7 @@ class Site:
     Raises:
         DataError: the data do not fit the policy, or have labels that the federation has not.
         ConfigError: the discriminator mixes samples, or cannot be trained privately.
-        LedgerError: there is a ledger, and it does not verify.
+        LedgerError: there is no ledger, it does not verify, or it is kept on other terms than the policy's.
     """
 
     def __init__(
@@ -85,17 +86,14 @@ class Site:
             raise DataError(f"site {name}: the classifier's output for one image depends on another; use another")
         self._ledger_path, self._budget = ledger, budget
         self._learning_rate, self._seed = learning_rate, seed
-        if ledger.exists():
-            verify(ledger)
+        verify(ledger)
+        with closing(self._open_ledger()) as opened:
+            self._order = opened.account.order
 
     def hello(self, message: Message) -> Message:
-        """Introduce the site: its name, declared size and unit, and the order of its ledger if it has one."""
-        order = None
-        if self._ledger_path.exists():
-            with closing(LedgerReader(self._ledger_path)) as ledger:
-                order = ledger.account.order
+        """Introduce the site: its name, declared size and unit, and the order of its ledger."""
         policy = self._policy
-        hello = wire.Hello(site=self.name, declared_size=policy.declared_size, unit=policy.unit, order=order)
+        hello = wire.Hello(site=self.name, declared_size=policy.declared_size, unit=policy.unit, order=self._order)
         return Message(wire.pack(hello), reply_to=message)
 
     def train(self, message: Message) -> Message:
@@ -119,7 +117,7 @@ class Site:
         except PolicyError as error:
             return self._refusal(message, number, "refused", error.rule, str(error))
         except WireError as error:
-            return self._refusal(message, number, "refused", "wire", str(error)[:500])
+            return self._refusal(message, number, "refused", "wire", str(error))
         except Exception:
             # the boundary: Flower would send the exception's text to the server, and a text may quote a record
             _log.exception("site %s failed in round %d", self.name, number)
@@ -127,14 +125,17 @@ class Site:
         return Message(wire.pack_text(answer.header, answer.body), reply_to=message)
 
     def _refusal(self, message: Message, number: int, status: Any, rule: str, reason: str) -> Message:
-        answer = wire.Answer(site=self.name, round=number, status=status, rule=rule, reason=reason)
+        printable = "".join(c if c.isprintable() else "?" for c in reason)  # it may quote the request
+        answer = wire.Answer(site=self.name, round=number, status=status, rule=rule, reason=printable[:1000])
         return Message(wire.pack(answer), reply_to=message)
 
     def _serve(self, request: wire.Request, tensors: bytes) -> StoredAnswer:
         if request.site != self.name:
             raise WireError(f"a request for site {request.site}; this is {self.name}")
         self._policy.check(request.plan, request.mechanism)
-        with closing(self._open_ledger(request)) as ledger:
+        if request.anchor and not self._ledger_path.exists():
+            raise PolicyError("anchor", _LOST)
+        with closing(self._open_ledger()) as ledger:
             if request.anchor and not ledger.holds(request.anchor):
                 raise PolicyError("anchor", _LOST)
             if request.plan.order != ledger.account.order:
@@ -174,7 +175,7 @@ class Site:
         if followed is not None:
             kept["followed"] = torch.tensor(followed, dtype=torch.float64)
         answer = wire.Answer(site=self.name, round=request.round, status="trained", head=head)
-        body = wire.dump(discriminator=self._discriminator)
+        body = wire.dump_parameters(self._discriminator)
         return self._store(ledger, request, digest, answer, body, save(kept))
 
     def _count(self, ledger: Ledger, request: wire.Request, tensors: bytes, digest: str) -> StoredAnswer:
@@ -207,37 +208,17 @@ class Site:
             return KeyedGenerator.from_os()
         return KeyedGenerator.from_seed(self._seed, self.name, *parts)
 
-    def _open_ledger(self, request: wire.Request) -> Ledger:
-        policy, plan = self._policy, request.plan
-        if self._ledger_path.exists():
-            ledger = Ledger(self._ledger_path)
-            account = ledger.account
-            size = ledger.budgets.get(self._budget)
-            terms = (account.site, account.eps_max, account.delta, account.unit, size)
-            if terms == (self.name, policy.eps_max, policy.delta, policy.unit, policy.declared_size):
-                return ledger
-            ledger.close()
-            raise DataError(
-                f"the ledger {self._ledger_path} was created for other terms than the policy's (name, eps_max, delta, "
-                f"unit, declared size: {terms}); use the ledger's terms, or declare a disjoint budget"
-            )
-        if request.anchor:
-            raise PolicyError("anchor", _LOST)
-        if self._budget != MAIN:
-            raise DataError(
-                f"no ledger at {self._ledger_path} in which budget {self._budget!r} could have been declared"
-            )
-        # the site computes the order itself: the server must not tie the ledger to one that suits nobody
-        order = best_order(plan.whole_run, policy.delta)
-        if plan.order != order:
-            raise PolicyError("order", f"the plan has order {plan.order:g}, a new ledger would have {order:g}")
-        fits = steps_that_fit(spent_rdp=0.0, event=plan.event, order=order, delta=policy.delta, cap=policy.eps_max)
-        if fits < plan.d_steps:
-            raise BudgetError(
-                "eps_max", f"the plan does not fit a budget of eps_max = {policy.eps_max:g}: {fits} would still fit"
-            )
-        account = Account(self.name, policy.declared_size, policy.eps_max, policy.delta, order, policy.unit)
-        return Ledger(self._ledger_path, account)
+    def _open_ledger(self) -> Ledger:
+        policy, ledger = self._policy, Ledger(self._ledger_path)
+        account = ledger.account
+        terms = (account.site, account.eps_max, account.delta, account.unit, ledger.budgets.get(self._budget))
+        if terms == (self.name, policy.eps_max, policy.delta, policy.unit, policy.declared_size):
+            return ledger
+        ledger.close()
+        raise LedgerError(
+            f"the ledger {self._ledger_path} was created for other terms than the policy's (name, eps_max, delta, "
+            f"unit, declared size: {terms}); use the ledger's terms, or declare a disjoint budget"
+        )
 
 
 _LOST = (

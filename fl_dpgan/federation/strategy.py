@@ -1,6 +1,5 @@
 """FedDPGAN: the Flower strategy that averages the sites' discriminators and trains the shared generator."""
 
-import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -134,6 +133,7 @@ class FedDPGAN(Strategy):
             if new_arrays is None or metrics is None:
                 self._stop_or_raise(number)
                 break
+            self._check_finite(number)
             arrays = new_arrays
             result.train_metrics_clientapp[number] = metrics
             counted = self._evaluate(number, arrays, grid)
@@ -172,7 +172,7 @@ class FedDPGAN(Strategy):
         if len(states) < self.plan.federation.quorum:
             return None, None
         weights = {name: float(self.sites[name].plan.declared_size) for name in states}
-        self.discriminator.load_state_dict(weighted_average(states, weights))
+        self.discriminator.load_state_dict(weighted_average(states, weights), strict=False)  # buffers stay as they are
         loss = self._trainer.update(
             self.discriminator, self.plan.training.g_steps, seed=self.plan.seed * 1_000_003 + server_round
         )
@@ -194,8 +194,14 @@ class FedDPGAN(Strategy):
         """The classifier's accuracy over all sites that counted, and the standard deviation of the noise in it."""
         counts: dict[str, float] = {}
         for name, answer, _ in self._answers(server_round, replies):
-            if answer.status == "counted" and answer.count is not None:
+            if answer.status != "counted" or answer.count is None:
+                continue
+            most = 0.6 * self.sites[name].plan.declared_size + 10 * (self.plan.privacy.evaluation_noise or 0.0)
+            if abs(answer.count) <= most:
                 counts[name] = answer.count
+            else:
+                reason = f"a count of {answer.count:.3g}, beyond {most:.3g}, which no honest site has"
+                self._outcomes[name] = {"status": "left out", "reason": reason}
         for name in self._maybe_charged():
             self.sites[name].evaluations += 1
         if not counts:
@@ -205,6 +211,15 @@ class FedDPGAN(Strategy):
         # counts are shifted by half of the site's units, of which the declared size is the public estimate
         accuracy = math.fsum(counts[name] for name in sorted(counts)) / declared + 0.5
         return MetricRecord({"accuracy": accuracy, "noise_sd": noise / declared, "sites": len(counts)})
+
+    def _check_finite(self, number: int) -> None:
+        """Keep the last good checkpoint where training has broken down."""
+        states = (t for module in self._modules.values() for t in module.state_dict().values())
+        if not all(bool(torch.isfinite(t).all()) for t in states):
+            raise FederationError(
+                f"round {number}: the networks are no longer finite; the checkpoint of round {self._done} is kept: "
+                "lower the learning rates and start a new run"
+            )
 
     def _evaluate(self, number: int, arrays: ArrayRecord, grid: Grid) -> dict[str, Any] | None:
         requests = list(self.configure_evaluate(number, arrays, ConfigRecord(), grid))
@@ -230,7 +245,8 @@ class FedDPGAN(Strategy):
                 refusals.append(str(error))
                 continue
             if hello.site in self.sites:
-                raise FederationError(f"two nodes call themselves {hello.site!r}; give each site a name of its own")
+                refusals.append(f"another node calls itself {hello.site} too; give each site a name of its own")
+                continue
             try:
                 if hello.unit != self.plan.privacy.unit:
                     raise ConfigError(f"site {hello.site} protects {hello.unit}s, the run {self.plan.privacy.unit}s")
@@ -253,20 +269,36 @@ class FedDPGAN(Strategy):
 
     def _read(self, server_round: int, replies: Iterable[Message]) -> dict[str, dict[str, Tensor]]:
         states: dict[str, dict[str, Tensor]] = {}
-        scratch = copy.deepcopy(self.discriminator)
         for name, answer, tensors in self._answers(server_round, replies):
             if answer.status == "withdrawn":
                 self.sites[name].withdrawn = answer.reason
             if answer.status != "trained":
                 continue
             try:
-                wire.restore(tensors, discriminator=scratch)
-                states[name] = {key: value.clone() for key, value in scratch.state_dict().items()}
+                states[name] = wire.read_parameters(tensors, self.discriminator)
+                self._check_moved(states[name])
             except WireError as error:
+                states.pop(name, None)
                 self._outcomes[name] = {"status": "left out", "reason": str(error)}
         for name in self._maybe_charged():
             self.sites[name].steps += self.sites[name].plan.d_steps
         return {name: states[name] for name in sorted(states)}
+
+    def _check_moved(self, state: dict[str, Tensor]) -> None:
+        """Leave out weights that no honest site can have reached: one site must not be able to ruin the run.
+
+        An Adam step moves a weight by at most (1 - beta1) / sqrt(1 - beta2) = 5 learning rates (Kingma and Ba, arXiv
+        1412.6980, section 2.1).
+        """
+        training = self.plan.training
+        most = 100 * training.d_steps * training.d_learning_rate
+        before = dict(self.discriminator.named_parameters())
+        moved = max(float((tensor - before[name].detach().cpu()).abs().max()) for name, tensor in state.items())
+        if not moved <= most:
+            raise WireError(
+                f"a weight moved by {moved:.3g}, more than {most:.3g} = 100 d_steps d_learning_rate; "
+                "the site's learning rate is not the plan's"
+            )
 
     def _maybe_charged(self) -> list[str]:
         """The sites that may have charged this round's request; one that says `repeated` has done so before."""

@@ -9,13 +9,12 @@ from typing import Literal, TypeVar
 import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from fl_dpgan.errors import WireError
 from fl_dpgan.privacy.entries import Unit
-from fl_dpgan.privacy.plan import SitePlan
+from fl_dpgan.privacy.plan import Order, SitePlan
 
 _RECORD = "fl_dpgan"
 
@@ -26,7 +25,7 @@ LEAVES = {
         "site": "public: the name that the site gave itself",
         "declared_size": "public: declared in the site's policy, not counted from the data",
         "unit": "public: the site's policy",
-        "order": "public: fixed when the ledger was created, from a plan or the policy",
+        "order": "public: fixed when the ledger was created, from the policy",
     },
     "Answer": {
         "site": "public: as in Hello",
@@ -34,7 +33,7 @@ LEAVES = {
         "status": "public: follows from the request, the policy and the ledger's events, never from a record",
         "rule": "public: a key of the site's policy",
         "reason": "public: speaks of the request, the policy and the ledger's events",
-        "head": "public: hash of the newest ledger entry, over events that do not depend on records",
+        "head": "public: hash of the newest ledger entry, over events and what they released",
         "count": "charged: the noised count of event `evaluation_count`",
         "tensors": "charged: D's weights after the noised steps of event `discriminator_update`",
     },
@@ -46,12 +45,12 @@ class _Header(BaseModel):
 
 
 class Hello(_Header):
-    """A site's answer to the server's first question; `order` is its ledger's, if it has one already."""
+    """A site's answer to the server's first question; `order` is its ledger's."""
 
     site: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     declared_size: int = Field(ge=1, le=10**10)
     unit: Unit
-    order: float | None = Field(ge=2, le=1024, allow_inf_nan=False)
+    order: Order
 
 
 class Request(_Header):
@@ -80,8 +79,8 @@ class Answer(_Header):
     site: str
     round: int
     status: Literal["trained", "counted", "withdrawn", "refused", "failed"]
-    rule: str = Field("", max_length=64)
-    reason: str = Field("", max_length=1000)
+    rule: str = Field("", pattern=r"^[a-z_]{0,64}$")
+    reason: str = Field("", max_length=1000, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")  # it goes to logs and terminals
     head: str = Field("", pattern=r"^([0-9a-f]{64})?$")
     count: float | None = Field(None, allow_inf_nan=False)
 
@@ -125,8 +124,7 @@ def digest(header: BaseModel, tensors: bytes) -> str:
 
 def dump(**modules: nn.Module) -> bytes:
     """Serialise the modules' states, each tensor named `MODULE.NAME`."""
-    states = {f"{key}.{name}": t for key, module in modules.items() for name, t in module.state_dict().items()}
-    return save({name: tensor.detach().cpu().contiguous() for name, tensor in states.items()})
+    return _save({f"{key}.{name}": t for key, module in modules.items() for name, t in module.state_dict().items()})
 
 
 def restore(tensors: bytes, **modules: nn.Module) -> None:
@@ -135,13 +133,37 @@ def restore(tensors: bytes, **modules: nn.Module) -> None:
     Raises:
         WireError: they do not fit; the modules are as before.
     """
-    try:
-        given = load(tensors)
-    except SafetensorError as error:
-        raise WireError(f"tensors that are not safetensors: {error}") from error
+    given = _load(tensors)
     check(given, {f"{key}.{name}": t for key, module in modules.items() for name, t in module.state_dict().items()})
     for key, module in modules.items():
         module.load_state_dict({name: given[f"{key}.{name}"] for name in module.state_dict()})
+
+
+def dump_parameters(discriminator: nn.Module) -> bytes:
+    """What a site answers with: the parameters, which noised sums alone have moved. Buffers stay at the site."""
+    return _save(dict(discriminator.named_parameters()))
+
+
+def read_parameters(tensors: bytes, discriminator: nn.Module) -> dict[str, Tensor]:
+    """The parameters that a site answered with, by name.
+
+    Raises:
+        WireError: they do not fit the discriminator, or are not finite.
+    """
+    given = _load(tensors)
+    check(given, dict(discriminator.named_parameters()))
+    return given
+
+
+def _save(tensors: dict[str, Tensor]) -> bytes:
+    return save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+
+
+def _load(tensors: bytes) -> dict[str, Tensor]:
+    try:
+        return load(tensors)
+    except Exception as error:  # safetensors raises whatever a strange type or shape brings about
+        raise WireError(f"tensors that are not safetensors ({type(error).__name__})") from error
 
 
 def check(given: dict[str, Tensor], template: dict[str, Tensor]) -> None:

@@ -29,8 +29,19 @@ def check_separable(discriminator: nn.Module, images: Tensor, labels: Tensor) ->
     state = {key: value.clone() for key, value in discriminator.state_dict().items()}
     training = discriminator.training
     mixed = mixes_samples(discriminator.train(), images, labels)
+    remembers = [name for name, buffer in discriminator.named_buffers() if not torch.equal(buffer, state[name])]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for parameter in discriminator.parameters():  # a path between samples may be shut at first
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    mixed = mixed or mixes_samples(discriminator, images, labels)
     discriminator.load_state_dict(state)
     discriminator.train(training)
+    if remembers and not mixing:
+        raise ConfigError(
+            f"the discriminator's buffer {remembers[0]} takes up what a forward pass sees; leave it out: a record must "
+            "act on one step alone"
+        )
     if mixing or mixed:
         layers = f" (layers {', '.join(mixing)})" if mixing else ""
         raise ConfigError(

@@ -7,6 +7,7 @@ over-count, never under-count. Epsilon is not stored; it is recomputed from the 
 import hashlib
 import json
 import os
+import re
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -79,9 +80,12 @@ class LedgerReader:
         if not path.is_file():
             raise LedgerError(f"no ledger at {path}; give the path of a site's .sqlite file")
         # a write-ahead log beside the file holds its newest entries; a lone copy may be on a disk that is read-only
-        mode = "mode=ro" if path.with_name(path.name + "-wal").exists() else "mode=ro&immutable=1"
-        self._open(path, f"{path.absolute().as_uri()}?{mode}")
+        alone = not path.with_name(path.name + "-wal").exists()
+        self._stamp = _state_of(path) if alone else None
+        self._open(path, f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if alone else ''}")
         self._read_account()
+
+    _stamp: tuple[int, int] | None = None
 
     def _open(self, path: Path, uri: str) -> None:
         self.path = path
@@ -102,8 +106,14 @@ class LedgerReader:
         self.account = Account(**terms)
 
     def close(self) -> None:
-        """Close the file; everything charged or stored is already durable."""
+        """Close the file; everything charged or stored is already durable.
+
+        Raises:
+            LedgerError: somebody wrote to the file while it was read as one that nobody writes to.
+        """
         self._db.close()
+        if self._stamp is not None and self._stamp != _state_of(self.path):
+            raise LedgerError(f"{self.path} was written to while it was read; read it again")
 
     def charges(self, run: str | None = None) -> list[Charge]:
         """All charges in order, or those of one run."""
@@ -260,7 +270,10 @@ class Ledger(LedgerReader):
                         f"{event.count} steps of {event.mechanism} would pass the {of} at site {account.site} "
                         f"(eps_max = {cap:g}); {min(in_all, in_share)} would still fit",
                     )
-            return self._append("charge", charge_payload(charge, delta=account.delta, time=time.time()))
+            head = self._append("charge", charge_payload(charge, delta=account.delta, time=time.time()))
+        if not self.holds(head):  # a trigger of someone else's, say
+            raise LedgerError(f"the ledger {self.path} did not keep a charge; nothing is trained without it: verify it")
+        return head
 
     def store_answer(
         self, run: str, answer: StoredAnswer, charged: str, mechanism: str = "discriminator_update"
@@ -292,9 +305,13 @@ class Ledger(LedgerReader):
             LedgerError: the name is taken or empty, there is no reason, or the size does not suit the delta.
         """
         with self._errors(), self._transaction():
-            if not declaration.name or declaration.name in self.budgets or not declaration.reason.strip():
+            named = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", declaration.name)
+            if not named or declaration.name in self.budgets or not declaration.reason.strip():
                 taken = ", ".join(self.budgets)
-                raise LedgerError(f"a declaration needs a reason and a name that is not taken (taken: {taken})")
+                raise LedgerError(
+                    "a declaration needs a reason, and a name of letters, digits, '.', '_' and '-' that is not taken "
+                    f"(taken: {taken})"
+                )
             if declaration.declared_size < 1 or self.account.delta > 1 / (10 * declaration.declared_size):
                 raise LedgerError(
                     f"declared size {declaration.declared_size} is not possible with the ledger's delta = "
@@ -322,3 +339,8 @@ class Ledger(LedgerReader):
             self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
+
+
+def _state_of(path: Path) -> tuple[int, int]:
+    state = path.stat()
+    return state.st_mtime_ns, state.st_size

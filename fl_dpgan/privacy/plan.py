@@ -2,12 +2,12 @@
 
 import hashlib
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from fl_dpgan.privacy.accountant import Event, best_order, calibrate, epsilon
+from fl_dpgan.privacy.accountant import ORDERS, Event, best_order, calibrate, epsilon
 from fl_dpgan.privacy.clipping import ClippingRule, EpsilonAdaptive, Quantile
 from fl_dpgan.privacy.entries import Unit
 from fl_dpgan.privacy.noise import KeyedGenerator
@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 
 #: The smallest sigma that a plan may have; a budget that would allow less is simply not used up.
 LEAST_NOISE = 0.1
+
+
+def _preset(order: float) -> float:
+    if order not in ORDERS:
+        raise ValueError(f"order {order:g} is not one of the accountant's; use a whole number from 2 to 63")
+    return order
+
+
+Order = Annotated[float, AfterValidator(_preset)]
 
 
 class PrivacyConfig(BaseModel):
@@ -54,7 +63,7 @@ class SitePlan(BaseModel):
     noise_multiplier: float = Field(ge=LEAST_NOISE, le=1e6, allow_inf_nan=False)
     eps_max: float = Field(gt=0, le=1000, allow_inf_nan=False)
     delta: float = Field(gt=0, lt=0.5, allow_inf_nan=False)
-    order: float = Field(gt=1, le=1024, allow_inf_nan=False)
+    order: Order
     clipping: ClippingRule
     unit: Unit = "image"
     evaluation_noise: float | None = Field(None, ge=LEAST_NOISE, le=1e6, allow_inf_nan=False)

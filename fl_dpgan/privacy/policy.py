@@ -8,8 +8,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fl_dpgan.errors import PolicyError
-from fl_dpgan.privacy.entries import Unit
-from fl_dpgan.privacy.plan import LEAST_NOISE, SitePlan
+from fl_dpgan.privacy.accountant import Event, best_order, calibrate
+from fl_dpgan.privacy.entries import Account, Unit
+from fl_dpgan.privacy.plan import LEAST_NOISE, Order, SitePlan
 
 Mechanism = Literal["discriminator_update", "evaluation_count"]
 
@@ -28,7 +29,18 @@ class Policy(BaseModel):
     unit: Unit = Field("image", description='What is protected: "image" or "patient" (all images of one person).')
     eps_max: float = Field(10.0, gt=0, le=1000, description="The whole budget, over all runs, for ever.")
     delta: float = Field(1e-5, gt=0, lt=0.5, description="delta of the budget; at most 1/(10 declared_size).")
-    eps_per_run: float = Field(10.0, gt=0, le=1000, description="The largest share of eps_max that one run may spend.")
+    order: Order | None = Field(
+        None,
+        description="RDP order of the ledger, fixed when it is created: the one that suits the planned use (`fl-dpgan "
+        "budget plan` shows it). Left out: what suits a thousand D steps at a sample rate of 0.02.",
+    )
+    eps_per_run: float = Field(
+        10.0,
+        gt=0,
+        le=1000,
+        description="The largest share of eps_max that one run may spend. A run is what the server calls one: eps_max "
+        "alone bounds all of them.",
+    )
     least_noise_multiplier: float = Field(
         LEAST_NOISE, ge=LEAST_NOISE, le=1e6, description="The smallest noise multiplier sigma accepted."
     )
@@ -51,6 +63,18 @@ class Policy(BaseModel):
                 f"set delta to at most {1 / (10 * self.declared_size):.1e}"
             )
         return self
+
+    @property
+    def ledger_order(self) -> float:
+        """The order at which a new ledger is kept; no server has a say in it."""
+        if self.order is not None:
+            return self.order
+        sigma = calibrate(eps_max=self.eps_max, delta=self.delta, sample_rate=0.02, steps=1000)
+        return best_order([Event(0.02, sigma, 1000)], self.delta)
+
+    def account(self, site: str) -> Account:
+        """The terms of the site's ledger."""
+        return Account(site, self.declared_size, self.eps_max, self.delta, self.ledger_order, self.unit)
 
     def check(self, plan: SitePlan, mechanism: str) -> None:
         """Compare a plan with this policy; nothing is changed to make it fit.

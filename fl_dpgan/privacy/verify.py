@@ -140,6 +140,10 @@ def _check_schema(db: sqlite3.Connection) -> None:
     for wanted in _TRIGGERS:
         if not any(str(name).startswith(wanted) and "RAISE(ABORT" in str(sql).upper() for name, sql in found):
             raise _FaultError(f"its trigger {wanted}, which keeps it append-only, is missing")
+    # a trigger more could let a charge vanish without a word
+    others = [str(name) for name, _ in found if not str(name).startswith(tuple(_TRIGGERS))]
+    if others or len(found) != len(_TRIGGERS):
+        raise _FaultError(f"it has triggers that no ledger has: {', '.join(others) or 'one twice'}")
 
 
 # --- one entry's form
@@ -167,7 +171,8 @@ def _text(pattern: str, words: str) -> _Rule:
 
 
 _ANY_TEXT: _Rule = (lambda value: type(value) is str, "text")
-_SOME_TEXT = _text(".+", "text that says something")
+# names go to terminals and logs
+_NAME = _text(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "a name of letters, digits, '.', '_' and '-'")
 _POSITIVE = _real(lambda value: value > 0, "a positive number")
 _NOT_NEGATIVE = _real(lambda value: value >= 0, "a number of at least 0")
 _DELTA = _real(lambda value: 0 < value < 1, "a number between 0 and 1")
@@ -176,7 +181,7 @@ _TIME = _real(lambda value: True, "a finite number")
 _RULES: dict[str, dict[str, _Rule]] = {
     "account": {
         "format": _whole(1, 1),
-        "site": _SOME_TEXT,
+        "site": _NAME,
         "unit": _text("image|patient", "image or patient"),
         # the formula below is that of this relation and of no other
         "relation": _text("add/remove one", "add/remove one"),
@@ -186,7 +191,7 @@ _RULES: dict[str, dict[str, _Rule]] = {
         "order": _real(lambda value: 2 <= value <= 1024 and value == int(value), "a whole number from 2 to 1024"),
         "time": _TIME,
     },
-    "disjoint": {"name": _SOME_TEXT, "declared_size": _whole(1), "reason": _text(r".*\S.*", "a reason"), "time": _TIME},
+    "disjoint": {"name": _NAME, "declared_size": _whole(1), "reason": _text(r".*\S.*", "a reason"), "time": _TIME},
     "charge": {
         "mechanism": _text("discriminator_update|evaluation_count", "a mechanism known to this verifier"),
         "sample_rate": _real(lambda value: 0 < value <= 1, "a rate above 0 and up to 1"),
@@ -333,7 +338,7 @@ class _Books:
         budget.d_steps += charge["count"] if charge["mechanism"] == "discriminator_update" else 0
         budget.rdp += charge["count"] * _step_rdp(charge["sample_rate"], charge["noise_multiplier"], self.order)
         budget.epsilon = max(0.0, budget.rdp + self.offset)
-        if budget.epsilon > eps_max * (1 + 1e-9):
+        if budget.epsilon > eps_max * (1 + 1e-6):
             raise _FaultError(
                 f"takes {charge['budget']!r:.80} to epsilon = {budget.epsilon:.10g}, beyond eps_max = {eps_max}"
             )

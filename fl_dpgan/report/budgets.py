@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from fl_dpgan.errors import LedgerError
@@ -93,7 +94,8 @@ def budget_table(rows: Iterable[dict[str, Any]]) -> Table:
     for row in rows:
         numbers = [_number(row[key], ".4g") for key in ("sigma", "q", "c")]
         table.add_row(
-            row["site"], *([row["budget"]] if named else []), f"{math.ceil(row['spent'] * 1e4) / 1e4:.4f}",
+            escape(row["site"]), *([escape(row["budget"])] if named else []),
+            f"{math.ceil(row['spent'] * 1e4) / 1e4:.4f}",
             f"{math.floor(row['remaining'] * 1e4) / 1e4:.4f}", _number(row["share"], "g"), str(row["events"]),
             str(row["d_steps"]), str(row["releases_unknown"]), *numbers,
             _number(row["rounds_left"], "d"),
@@ -110,7 +112,7 @@ def events_table(events: Iterable[dict[str, Any]], title: str) -> Table:
     for e in events:
         numbers = [_number(e[key], ".4g") for key in ("sample_rate", "noise_multiplier")]
         table.add_row(
-            str(e["seq"]), e["run"], str(e["round"]), _SHORT[e["mechanism"]], *numbers, str(e["count"]),
+            str(e["seq"]), escape(e["run"]), str(e["round"]), _SHORT[e["mechanism"]], *numbers, str(e["count"]),
             _number(e["clipping_norm"], ".4g"), f"{math.ceil(e['spent'] * 1e4) / 1e4:.4f}",
             "stored" if e["released"] else "unknown",
         )  # fmt: skip

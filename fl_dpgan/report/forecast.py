@@ -56,9 +56,10 @@ def forecast(
 
 
 def forecast_table(plan: dict[str, Any]) -> Table:
-    """The forecast for the terminal."""
+    """The forecast for the terminal; rounded up, so that a copied sigma costs no more than is shown."""
+    sigma = math.ceil(plan["noise_multiplier"] * 1e4) / 1e4
     title = (
-        f"sigma = {plan['noise_multiplier']:.4f}, q = {plan['sample_rate']:g} (B = {plan['batch_size']:g}), "
+        f"sigma = {sigma:.4f}, q = {plan['sample_rate']:g} (B = {plan['batch_size']:g}), "
         f"delta = {plan['delta']:g}, order {plan['order']:g}"
     )
     table = Table(title=title, caption="epsilon: as a ledger counts, valid whatever is decided on the way; "
@@ -67,7 +68,8 @@ def forecast_table(plan: dict[str, Any]) -> Table:
         table.add_column(heading, justify="right")
     for row in plan["tenths"]:
         prv = "-" if row["prv"] is None else f"{row['prv']:.4f}"
-        table.add_row(str(row["round"]), str(row["steps"]), f"{row['epsilon']:.4f}", prv)
+        spent = math.ceil(row["epsilon"] * 1e4) / 1e4
+        table.add_row(str(row["round"]), str(row["steps"]), f"{spent:.4f}", prv)
     return table
 
 

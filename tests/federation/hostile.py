@@ -15,6 +15,8 @@ from torch import Tensor
 
 #: What the site's policy allows at most; plans beyond are refused, plans up to it are trained.
 LEAST_NOISE, MOST_STEPS, MOST_BATCH, MOST_NORM = 0.5, 4, 8, 2.0
+#: The smallest clipping norm that the schema allows.
+LEAST_NORM = 1e-6
 
 _FLOATS = [0, -0.0, -1, 0.1, 0.4999999, 5e-324, 1e-310, -5e-324, 1e30, 1e308, 3.4e38, float("nan"), float("inf")]
 _INTEGERS = [-(10**9), 2**31, 2**53 + 1, 2**63, 2**64, 10**9, 10**30, 10**400]
@@ -109,11 +111,16 @@ _PLAN_VALUES: dict[str, list[Any]] = {
 
 
 def _strange_clipping(source: random.Random, hostile: Hostile) -> None:
-    c = source.choice([MOST_NORM, 1, 1.9999, 0.1, 1e-6, 1e-30, 1e-40, 1e-45, 5e-324])
-    low = source.choice([c, 5e-324, c / 2 or c])
+    c = source.choice([MOST_NORM, 1, 1.9999, 0.1, 1e-3, math.nextafter(LEAST_NORM, 1), LEAST_NORM])
+    low = source.choice([c, LEAST_NORM, max(c / 2, LEAST_NORM)])
+    hostile.plan["clipping"] = _rule(source, hostile, low, c)
+
+
+def _rule(source: random.Random, hostile: Hostile, low: float, c: float) -> dict[str, Any]:
+    """One of the rules with norms from `low` to `c`, and everything else within its bounds."""
     sigma = hostile.plan.get("noise_multiplier")
     least = sigma / 2 if isinstance(sigma, float) and LEAST_NOISE <= sigma < 1e6 else 1.0
-    hostile.plan["clipping"] = source.choice(
+    return source.choice(
         [
             {"rule": "fixed", "c": c},
             {"rule": "automatic", "c": c},
@@ -222,6 +229,14 @@ def _other_rule(source: random.Random, hostile: Hostile) -> None:
     hostile.plan["clipping"] = rule
 
 
+def _tiny_clipping(source: random.Random, hostile: Hostile) -> None:
+    """Norms at which clipped gradients and noise would be subnormal in single precision, or nearly so."""
+    low = source.choice([math.nextafter(LEAST_NORM, 0), 1e-7, 1e-30, 1e-40, 1e-45, 5e-324])
+    c = source.choice([low, low, low * 2, LEAST_NORM, 0.1, MOST_NORM])
+    rule = _rule(source, hostile, low, c)
+    hostile.plan["clipping"] = rule | ({"c": low} if "c" in rule else {"c_min": low})
+
+
 def _beyond_policy(source: random.Random, hostile: Hostile) -> None:
     changes = [
         {"noise_multiplier": source.choice([0.1, 0.4999999999999999])},
@@ -231,12 +246,12 @@ def _beyond_policy(source: random.Random, hostile: Hostile) -> None:
         {"batch_size": MOST_BATCH + 1},
         {"batch_size": 11},
         {"clipping": {"rule": source.choice(["fixed", "automatic"]), "c": MOST_NORM * (1 + 1e-15)}},
-        {"clipping": {"rule": "epsilon_adaptive", "c_min": 1e-9, "c_max": 1e6, "gamma": 1}},
+        {"clipping": {"rule": "epsilon_adaptive", "c_min": LEAST_NORM, "c_max": 1e6, "gamma": 1}},
         {"clipping": {**_RULES[3], "c_max": 2.5}},
         {"delta": source.choice([1e-6, 1e-5 * (1 + 1e-15), 1e-3, 0.49])},
         {"declared_size": source.choice([11, 13, 10**9])},
         {"unit": "patient"},
-        {"order": source.choice([1.5, 2, 3, 64, 512, 1024])},
+        {"order": source.choice([1.5, 63, 3, 64, 512, 1024])},
         {"eps_max": 1000.0001},
     ]
     hostile.plan.update(source.choice(changes))
@@ -410,6 +425,7 @@ FORBIDDEN: list[Mutator] = [
     _unknown_field,
     _doubled_field,
     _other_rule,
+    _tiny_clipping,
     _beyond_policy,
     _other_address,
     _other_method,

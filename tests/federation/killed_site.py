@@ -12,15 +12,23 @@ from flwr.app import Message, MessageType
 from fl_dpgan.federation import Policy, Records, Site, wire
 from fl_dpgan.federation import site as site_module
 from fl_dpgan.networks import Discriminator, Generator
+from fl_dpgan.privacy import ledger as ledger_module
 from fl_dpgan.privacy.ledger import Ledger
 from fl_dpgan.privacy.plan import PrivacyConfig, SitePlan
 
 SIZE = 40
-#: What a process has done last, in the order in which it comes to pass. Those of `WINDOW` lie between charge and send.
-POINTS = ("asked", "creating", "charging", "charged", "training", "trained", "storing", "stored", "sending", "sent")
+#: What a process has done last, in the order in which it comes to pass. Creation has three moments: nothing is written
+#: yet; the new file is whole, but under another name; it has its name, but the folder is not synced yet. Those of
+#: `WINDOW` lie between charge and send.
+POINTS = ("creating", "asked", "charging", "charged", "training", "trained", "storing", "stored", "sending", "sent")
 WINDOW = POINTS[3:9]
+POLICY = Policy(declared_size=SIZE, eps_max=1000, eps_per_run=1000)
 PLAN = SitePlan.derive(
-    PrivacyConfig(batch_size=4, eps_max=1000, noise_multiplier=1.0), declared_size=SIZE, d_steps=2, rounds=1000
+    PrivacyConfig(batch_size=4, eps_max=1000, noise_multiplier=1.0),
+    declared_size=SIZE,
+    d_steps=2,
+    rounds=1000,
+    order=POLICY.ledger_order,
 )
 
 
@@ -37,7 +45,7 @@ def new_site(ledger: Path) -> Site:
     return Site(
         "site-0",
         Records(images, torch.arange(SIZE) % 2),
-        policy=Policy(declared_size=SIZE, eps_max=1000, eps_per_run=1000),
+        policy=POLICY,
         generator=generator,
         discriminator=discriminator,
         ledger=ledger,
@@ -58,7 +66,7 @@ def serve(ledger: Path, first: int, points: int, answers: int, stall: str, seed:
     """Answer the requests of rounds `first`, `first` + 1, ... into `answers`, for ever.
 
     Args:
-        ledger: the site's; opened, and verified, as in any new process.
+        ledger: the site's; created if there is none, then opened, and verified, as in any new process.
         points, answers: pipes. A point is one byte; an answer its length, its header and its tensors.
         stall: the point at which every process waits a little longer, so that some are killed there. seed: of the wait.
     """
@@ -69,9 +77,11 @@ def serve(ledger: Path, first: int, points: int, answers: int, stall: str, seed:
         time.sleep(source.uniform(0.03, 0.06) if point == stall else 0.0)
 
     _say(Ledger, "_create", "creating", None, reached)
+    _say(ledger_module, "sync", "creating", None, reached)
     _say(Ledger, "charge", "charging", "charged", reached)
     _say(site_module, "local_update", "training", "trained", reached)
     _say(Ledger, "store_answer", "storing", "stored", reached)
+    Ledger(ledger, POLICY.account("site-0")).close()
     site = new_site(ledger)
     number = first
     while True:

@@ -1,6 +1,7 @@
 """Evaluation counts over the wire: off by default, charged before the answer, near the truth, within the budget."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from fl_dpgan.errors import ConfigError, DataError
 from fl_dpgan.federation import FedDPGAN, Policy, Records, Site, wire
 from fl_dpgan.federation import site as site_module
 from fl_dpgan.privacy.accountant import Event
-from fl_dpgan.privacy.ledger import LedgerReader
+from fl_dpgan.privacy.ledger import Ledger, LedgerReader
 from fl_dpgan.privacy.noise import KeyedGenerator
+from fl_dpgan.privacy.verify import verify
 from fl_dpgan.runs import RunFolder
 from tests.conftest import LocalGrid, grid_sent
 
@@ -52,22 +54,30 @@ class Counting:
         images, labels = self.fed.data(number, self.size)
         images[:, 0, 0, 0] = torch.where(torch.arange(self.size) < self.right, 1.0, -1.0) * (labels * 2 - 1)
         generator, discriminator = self.fed.networks()
+        eps_max = self.plan.privacy.eps_max
+        policy = Policy(
+            declared_size=self.size, mechanisms=self.mechanisms, delta=min(1e-5, 0.1 / self.size), eps_max=eps_max,
+            eps_per_run=eps_max,
+        )  # fmt: skip
+        Ledger(self.path(number), policy.account(f"site-{number}")).close()
         return Site(
-            f"site-{number}", Records(images, labels),
-            policy=Policy(declared_size=self.size, mechanisms=self.mechanisms, delta=min(1e-5, 0.1 / self.size)),
+            f"site-{number}", Records(images, labels), policy=policy,
             generator=generator, discriminator=discriminator, classifier=self.classifier and self.classifier(),
             ledger=self.path(number), learning_rate=1e-3, seed=0,
         )  # fmt: skip
 
     def path(self, number=0):
-        return self.fed.path / "ledgers" / f"site-{number}.sqlite"
+        return self.fed.path / "counting" / f"site-{number}.sqlite"
 
     def ledger(self, number=0):
         return LedgerReader(self.path(number))
 
-    def run(self):
+    def run(self, spoil=None):
+        """Run to the end; `spoil` changes what the sites answer."""
         self.fed.path.mkdir(parents=True, exist_ok=True)
         grid = LocalGrid({number + 10: handler(site) for number, site in self.sites.items()})
+        if spoil:
+            grid.handlers = {node: spoil(answer, node - 10) for node, answer in grid.handlers.items()}
         strategy = FedDPGAN(
             self.plan, *self.fed.networks(), folder=RunFolder(self.fed.path), run="test",
             train_classifier=lambda generator, number: Linear(),
@@ -78,7 +88,7 @@ class Counting:
     def question(self, number=0, body=None, round_number=1):
         """An evaluation question as the strategy would send it; with it the plan."""
         message = self.fed.request(number)
-        plan = self.plan.site_plan(self.size)
+        plan = self.plan.site_plan(self.size, self.ledger(number).account.order)
         request = wire.Request(
             run="test", round=round_number, site=f"site-{number}", plan=plan, mechanism="evaluation_count"
         )
@@ -119,7 +129,7 @@ def test_a_plan_without_noise_for_the_count_gets_none(federation):
     counting = Counting(federation(), evaluation_noise=None)
     answer, _ = wire.unpack(counting.sites[0].evaluate(counting.question()), wire.Answer)
     assert (answer.status, answer.rule, answer.count) == ("refused", "mechanisms", None)
-    assert not counting.path().exists() or counting.ledger().charges() == []
+    assert counting.ledger().charges() == []
 
 
 def test_the_answer_is_the_count_by_hand(federation):
@@ -127,7 +137,9 @@ def test_the_answer_is_the_count_by_hand(federation):
     reply = counting.sites[0].evaluate(counting.question())
     answer, body = wire.unpack(reply, wire.Answer)
     noise = KeyedGenerator.from_seed(0, "site-0", "evaluation", 1).normal(1)[0] * 4.0 / 2
-    assert answer.count == pytest.approx(30 - 40 / 2 + noise, abs=1e-9)
+    grid = 4.0 / 1024
+    assert answer.count == round((30 - 40 / 2 + noise) / grid) * grid
+    assert answer.count == pytest.approx(30 - 40 / 2 + noise, abs=grid / 2)
     assert (answer.status, body) == ("counted", b"")
     header = json.loads(reply.content.config_records["fl_dpgan"]["header"])
     assert set(header) == set(wire.LEAVES["Answer"]) - {"tensors"}
@@ -160,7 +172,11 @@ def test_invariant_2_a_repeated_question_gets_the_same_bytes_and_no_second_charg
     assert len(counting.ledger().charges()) == 1
     other = {name: tensor * 2 for name, tensor in load(wire.dump(classifier=Linear())).items()}
     answer, _ = wire.unpack(later.evaluate(counting.question(body=save(other))), wire.Answer)
-    assert (answer.status, answer.count) == ("refused", None)  # another classifier under the same name gets no count
+    assert (answer.status, answer.rule, answer.count) == (
+        "refused",
+        "repeated",
+        None,
+    )  # another classifier under the same name gets no count
     assert len(counting.ledger().charges()) == 1
 
 
@@ -168,7 +184,7 @@ def test_a_question_in_a_message_of_another_kind_is_refused_uncharged(federation
     counting = Counting(federation())
     answer, _ = wire.unpack(counting.sites[0].train(counting.question()), wire.Answer)
     assert (answer.status, answer.rule) == ("refused", "wire")
-    assert not counting.path().exists()
+    assert verify(counting.path()).entries == 1  # the account alone
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -177,7 +193,7 @@ def test_invariant_7_weights_that_are_not_finite_are_refused_and_uncharged(feder
     body = save({name: torch.full_like(t, value) for name, t in load(wire.dump(classifier=Linear())).items()})
     answer, _ = wire.unpack(counting.sites[0].evaluate(counting.question(body=body)), wire.Answer)
     assert (answer.status, answer.rule) == ("refused", "wire")
-    assert not counting.path().exists() or counting.ledger().charges() == []
+    assert counting.ledger().charges() == []
 
 
 def test_invariant_7_finite_weights_whose_outputs_overflow_get_a_finite_answer(federation):
@@ -190,10 +206,6 @@ def test_invariant_7_finite_weights_whose_outputs_overflow_get_a_finite_answer(f
 
 def test_the_accuracy_in_the_log_is_near_the_truth_for_many_records_and_little_noise(federation):
     counting = Counting(federation(sites=2, rounds=1), right=1500, size=2000, eps_max=1000.0, evaluation_noise=1.0)
-    counting.fed.plan = counting.plan
-    for number in (0, 1):
-        site = counting.sites[number]
-        site._policy = site._policy.model_copy(update={"eps_max": 1000.0, "eps_per_run": 1000.0})
     _, _, (record,) = counting.run()
     evaluation = record["evaluation"]
     assert evaluation["noise_sd"] == pytest.approx(0.5 * 2**0.5 / 4000)
@@ -263,3 +275,66 @@ class Mixing(nn.Module):
 def test_a_classifier_whose_output_depends_on_other_images_is_refused(federation):
     with pytest.raises(DataError, match="depends on another"):
         Counting(federation(), classifier=Mixing)
+
+
+def telling(counts):
+    """Sites that tell these counts instead of theirs, by number."""
+
+    def spoil(answer, number):
+        def handle(message):
+            reply = answer(message)
+            if message.metadata.message_type == MessageType.EVALUATE and number in counts:
+                header, tensors = wire.unpack(reply, wire.Answer)
+                reply.content = wire.pack(header.model_copy(update={"count": counts[number]}), tensors)
+            return reply
+
+        return handle
+
+    return spoil
+
+
+def outcomes(record):
+    return {name: site["status"] for name, site in record["evaluation"]["outcomes"].items()}
+
+
+@pytest.mark.parametrize("counts", [{0: 1e300, 1: 1e300}, {0: 1.7e308, 1: 1.7e308}, {0: -1e300, 1: 1e300}])
+def test_invariant_7_counts_beyond_all_measure_crash_nothing_and_count_for_nothing(federation, counts):
+    strategy, _, log = Counting(federation(rounds=2)).run(telling(counts))
+    assert [record["round"] for record in log] == [1, 2]
+    for number, record in enumerate(log, 1):
+        assert outcomes(record) == {"site-0": "left out", "site-1": "left out"}
+        assert set(record["evaluation"]) == {"outcomes"}  # no accuracy
+        assert all(site["status"] == "trained" for site in record["sites"].values())
+        assert "1e+300" in record["evaluation"]["outcomes"]["site-1"]["reason"] or counts[1] != 1e300
+        assert record["sites"]["site-0"]["d_steps"] == 2 * number
+    assert {site.evaluations for site in strategy.sites.values()} == {2}  # they may have charged them
+    assert json.loads(json.dumps(log, allow_nan=False)) == log
+
+
+def test_a_count_beyond_all_measure_leaves_the_other_sites_accuracy(federation):
+    _, _, (record,) = Counting(federation("a", rounds=1)).run(telling({0: 1e300}))
+    assert outcomes(record) == {"site-0": "left out", "site-1": "counted"}
+    alone = Counting(federation("b", rounds=1))
+    del alone.sites[0]
+    _, _, (other,) = alone.run()
+    for key in ("accuracy", "noise_sd", "sites"):
+        assert record["evaluation"][key] == other["evaluation"][key]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_count_is_six_tenths_of_the_declared_size_and_ten_sigma(federation, sign):
+    most = 0.6 * 40 + 10 * 4.0
+    _, _, (record,) = Counting(federation("a", rounds=1)).run(telling({0: sign * most, 1: 0.0}))
+    assert outcomes(record) == {"site-0": "counted", "site-1": "counted"}
+    assert record["evaluation"]["accuracy"] == pytest.approx(sign * most / 80 + 0.5)
+    _, _, (record,) = Counting(federation("b", rounds=1)).run(telling({0: sign * math.nextafter(most, 99), 1: 0.0}))
+    assert outcomes(record) == {"site-0": "left out", "site-1": "counted"}
+    assert record["evaluation"]["accuracy"] == 0.5
+
+
+def test_a_count_is_on_the_grid_of_its_noise(federation):
+    counting = Counting(federation())
+    counting.sites[0]._seed = None
+    for number in range(1, 6):
+        answer, _ = wire.unpack(counting.sites[0].evaluate(counting.question(round_number=number)), wire.Answer)
+        assert (answer.count * 1024 / 4.0).is_integer()

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from killed_site import POINTS, WINDOW, new_site, read_answers, request, serve
 
+from fl_dpgan.errors import LedgerError
 from fl_dpgan.federation import wire
 from fl_dpgan.privacy.ledger import Ledger
 from fl_dpgan.privacy.verify import verify
@@ -87,9 +88,13 @@ class Custody:
         told = trial.reached.count(POINTS.index("charged"))
         for before, after in itertools.pairwise(POINTS[point] for point in trial.reached):
             assert after != "training" or before == "charged"
+            assert before != "creating" or after in ("creating", "asked")
             assert after != "sending" or before in ("stored", "asked")  # right after it was asked: a stored answer
         if not self.path.exists():
             assert not self.answers and not told
+            with pytest.raises(LedgerError, match="no ledger"):  # and a site does not make itself a new budget
+                new_site(self.path)
+            assert not self.path.exists()
             return
         with closing(Ledger(self.path)) as ledger:  # SQLite recovers its log here
             assert ledger.steps() >= self.steps + 2 * told
@@ -115,11 +120,9 @@ class Custody:
         Returns:
             Whether the answer had been stored.
         """
-        stored = None
-        if self.path.exists():
-            with closing(Ledger(self.path)) as ledger:
-                last = ledger.last_answer("kill")
-                stored = last if last and last.request.startswith(f"kill/{number}/") else None
+        with closing(Ledger(self.path)) as ledger:
+            last = ledger.last_answer("kill")
+            stored = last if last and last.request.startswith(f"kill/{number}/") else None
         before = self.charges
         record = new_site(self.path).train(request(number)).content.config_records["fl_dpgan"]
         header, tensors = str(record["header"]), bytes(record["tensors"])
@@ -139,18 +142,23 @@ def test_invariant_2_two_hundred_killed_processes_release_nothing_without_its_du
     source = random.Random(20)
     killed: Counter[str] = Counter()
     again: Counter[str] = Counter()
+    created: Counter[str] = Counter()
     custody, first, arrived, ledgers = Custody(tmp_path / "0.sqlite"), 1, 0, 1
     for number in range(TRIALS):
-        aim = "creating" if first == 1 and number % 20 == 0 else POINTS[number % len(POINTS)]
-        if aim == "creating" and first > 1:
+        aim = POINTS[number % len(POINTS)]
+        if aim == "creating" and custody.path.exists():
             custody, first, ledgers = Custody(tmp_path / f"{number}.sqlite"), 1, ledgers + 1
-        passes = 1 if aim == "creating" else source.choice([1, 1, 2, 3])
+        passes = source.choice([1, 2, 3] if aim == "creating" else [1, 1, 2, 3])
         trial = Trial(custody.path, first, aim, passes, source.choice([0.0, source.uniform(0, 0.02)]), seed=number)
         custody.examine(trial)
+        if trial.point == "creating":
+            created["a whole ledger" if custody.path.exists() else "no ledger"] += 1
+            created["one under another name"] += any(tmp_path.glob(f"{custody.path.name}.{trial.child}.new"))
+            assert not custody.path.exists() or verify(custody.path).entries == 1  # the account
         killed[trial.point] += 1
         arrived += len(trial.answers)
-        if trial.reached:
-            first += trial.reached.count(POINTS.index("asked")) - 1
+        if asked := trial.reached.count(POINTS.index("asked")):
+            first += asked - 1
             if number % 2:
                 again["stored bytes" if custody.repeat(first) else "a new charge"] += 1
                 first += 1
@@ -159,5 +167,7 @@ def test_invariant_2_two_hundred_killed_processes_release_nothing_without_its_du
     for point in POINTS:
         print(f"{killed[point]:5d} after {point!r}{' (between charge and send)' if point in WINDOW else ''}")
     print("asked again:", dict(again))
+    print("killed while creating, and left:", dict(created))
     assert sum(killed[point] for point in WINDOW) >= IN_WINDOW
+    assert created["no ledger"] and created["a whole ledger"] and created["one under another name"]
     assert killed["creating"] and again["stored bytes"] and again["a new charge"]

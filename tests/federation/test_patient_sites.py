@@ -93,6 +93,7 @@ def test_invariant_11_patients_from_the_manifest_to_the_ledgers_account(tmp_path
     for name in ("site-0", "site-1"):
         ledger = LedgerReader(made.folder.ledger(name))
         assert (ledger.account.unit, ledger.account.declared_size) == ("patient", 15)
+        assert ledger.account.order == chosen.site_plan(15).order
         assert [charge.event.sample_rate for charge in ledger.charges()] == [4 / 15, 4 / 15]
         assert verify(made.folder.ledger(name)).unit == "patient"
         assert strategy.sites[name].epsilon == pytest.approx(ledger.epsilon(), rel=1e-9)
@@ -100,8 +101,8 @@ def test_invariant_11_patients_from_the_manifest_to_the_ledgers_account(tmp_path
 
 def test_a_simulated_site_says_that_it_protects_patients(tmp_path, folder, federation):
     site = simulation.simulated_site(job(tmp_path, scenario(), folder), 0)
-    hello, _ = wire.unpack(site.hello(federation().request()), wire.Hello)
-    assert (hello.unit, hello.declared_size) == ("patient", 15)
+    hello, _ = wire.unpack(site.hello(federation("other").request()), wire.Hello)
+    assert (hello.unit, hello.declared_size, hello.order) == ("patient", 15, scenario().site_plan(15).order)
 
 
 def test_a_missing_id_is_an_error_that_names_no_patient(tmp_path):

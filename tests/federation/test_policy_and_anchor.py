@@ -1,17 +1,26 @@
 """A site's policy and its ledger's newest hash win over the server; a refusal is named, uncharged, hurts no other."""
 
+import logging
+import math
 import shutil
 import sqlite3
+from contextlib import closing
 
 import pytest
+import torch
+from flwr.app import Context, MessageType, RecordDict
+from flwr.clientapp import ClientApp
+from pydantic import ValidationError
+from safetensors.torch import save
 
 from fl_dpgan.config import Plan
 from fl_dpgan.errors import DataError, FederationError, LedgerError
-from fl_dpgan.federation import FedDPGAN, Policy, Records, Site, wire
+from fl_dpgan.federation import FedDPGAN, Policy, Records, Site, register, wire
 from fl_dpgan.federation import site as site_module
-from fl_dpgan.privacy.accountant import ORDERS
-from fl_dpgan.privacy.entries import Declaration
+from fl_dpgan.privacy.accountant import ORDERS, Event
+from fl_dpgan.privacy.entries import Charge, Declaration
 from fl_dpgan.privacy.ledger import Ledger, LedgerReader
+from fl_dpgan.privacy.verify import verify
 from fl_dpgan.runs import RunFolder
 from tests.conftest import grid_sent
 
@@ -21,8 +30,23 @@ def ledger_path(fed, number=0):
 
 
 def charges(fed, number=0):
-    path = ledger_path(fed, number)
-    return LedgerReader(path).charges() if path.exists() else []
+    return LedgerReader(ledger_path(fed, number)).charges()
+
+
+def renewed(fed, number=0, **terms):
+    """The site with another policy, and the ledger that goes with it in place of its own."""
+    ledger_path(fed, number).unlink()
+    return fed.site(number, **terms)
+
+
+def bare(fed, number=0, *, name=None, data=None, **terms):
+    """A site as its own people build it: nobody makes a ledger first."""
+    generator, discriminator = fed.networks()
+    return Site(
+        name or f"site-{number}", Records(*(data or fed.data(number))),
+        policy=Policy.model_validate({"declared_size": 40, **terms}), generator=generator,
+        discriminator=discriminator, ledger=ledger_path(fed, number), learning_rate=1e-3, seed=0,
+    )  # fmt: skip
 
 
 def replan(fed, **privacy):
@@ -68,13 +92,13 @@ def changed(message, **fields):
 )
 def test_invariant_4_a_refusal_is_logged_by_its_rule_uncharged_and_the_others_go_on(federation, rule, terms):
     fed = federation(sites=3, rounds=2)
-    fed.sites[1] = fed.site(1, **terms)
+    fed.sites[1] = renewed(fed, 1, **terms)
     strategy = fed.strategy()
     strategy.start(fed.grid())
     for record in rounds(fed):
         assert statuses(record) == {"site-0": ("trained", ""), "site-1": ("refused", rule), "site-2": ("trained", "")}
         assert record["sites"]["site-1"]["epsilon"] == 0
-    assert not ledger_path(fed, 1).exists()
+    assert verify(ledger_path(fed, 1)).entries == 1  # the account alone
     assert len(charges(fed, 0)) == len(charges(fed, 2)) == 2
 
 
@@ -98,7 +122,7 @@ def test_a_plan_for_another_declared_size_is_refused(federation):
 
 def test_invariant_4_the_share_of_a_run_holds_though_the_budget_has_room(federation):
     fed = replan(federation(rounds=10), noise_multiplier=2.0, eps_max=2.0)
-    site = fed.site(0, eps_max=10.0, eps_per_run=2.0)
+    site = renewed(fed, eps_max=10.0, eps_per_run=2.0, order=fed.plan.site_plan(40).order)
     fed.sites[0] = site
     message = fed.request()
     answers = []
@@ -118,7 +142,7 @@ def test_invariant_4_the_share_of_a_run_holds_though_the_budget_has_room(federat
 
 def test_invariant_4_a_message_cannot_raise_the_share(federation):
     fed = replan(federation(), eps_max=2.0)
-    site = fed.site(0, eps_max=10.0, eps_per_run=2.0)
+    site = fed.sites[0] = renewed(fed, eps_max=10.0, eps_per_run=2.0, order=fed.plan.site_plan(40).order)
     message = fed.request()
     header, _ = wire.unpack(message, wire.Request)
     answer = ask(site, changed(message, plan=header.plan.model_copy(update={"eps_max": 10.0})))
@@ -137,7 +161,6 @@ def test_invariant_12_a_second_run_goes_on_with_the_same_ledger_at_its_order(fed
 
     again = replan(federation("second", rounds=1), noise_multiplier=8.0)
     generator, discriminator = again.networks()
-    again.path.mkdir(parents=True)
     second = FedDPGAN(again.plan, generator, discriminator, folder=RunFolder(again.path), run="second")
     assert again.plan.site_plan(40).order != order  # by itself it would choose another
     second.start(fed.grid())
@@ -151,12 +174,12 @@ def test_invariant_12_a_second_run_goes_on_with_the_same_ledger_at_its_order(fed
 
 def test_invariant_12_a_second_run_finds_only_what_the_first_left(federation):
     fed = replan(federation(rounds=1), noise_multiplier=1.0, eps_max=8.0)
-    fed.sites[0] = fed.site(0, eps_max=8.0)
-    message, runs, trained = fed.request(), 0, True
-    while trained and runs < 400:
-        trained = ask(fed.sites[0], changed(message, run=f"run-{runs}")).status == "trained"
-        runs += 1
-    assert not trained and runs > 2
+    fed.sites[0] = renewed(fed, eps_max=8.0)
+    message, answers = fed.request(), []
+    while len(answers) < 400 and all(answer.status == "trained" for answer in answers):
+        answers.append(ask(fed.sites[0], changed(message, run=f"run-{len(answers)}")))
+    assert (answers[-1].status, answers[-1].rule) == ("withdrawn", "eps_max")
+    assert len(answers) > 2
     assert LedgerReader(ledger_path(fed)).epsilon() <= 8.0
 
 
@@ -168,7 +191,8 @@ def test_invariant_6_a_first_request_with_another_order_than_the_sites_own_is_re
     order = ORDERS[ORDERS.index(header.plan.order) + step]
     answer = ask(fed.sites[0], changed(message, plan=header.plan.model_copy(update={"order": order})))
     assert (answer.status, answer.rule) == ("refused", "order")
-    assert not ledger_path(fed).exists()
+    assert charges(fed) == []
+    assert LedgerReader(ledger_path(fed)).account.order == header.plan.order
 
 
 def test_invariant_6_a_later_request_with_another_order_than_the_ledgers_is_refused(federation):
@@ -182,6 +206,40 @@ def test_invariant_6_a_later_request_with_another_order_than_the_ledgers_is_refu
     assert len(charges(fed)) == 1
 
 
+@pytest.mark.parametrize("order", [None, 5.0, 80.0])
+def test_invariant_6_the_order_is_the_sites_own_and_the_plan_follows_it(federation, order):
+    fed = federation(sites=1, rounds=1)
+    site = fed.sites[0] = renewed(fed, **({} if order is None else {"order": order}))
+    expected = Policy(declared_size=40).ledger_order if order is None else order
+    assert LedgerReader(ledger_path(fed)).account.order == expected
+    asked, _ = wire.unpack(fed.request(), wire.Request)
+    assert asked.plan.order == expected
+    assert wire.unpack(site.hello(fed.request()), wire.Hello)[0].order == expected
+    if order != 80.0:  # there the rounding-up of epsilon alone is beyond what a run of this noise may spend
+        fed.strategy().start(fed.grid())
+        assert statuses(rounds(fed)[0])["site-0"] == ("trained", "")
+
+
+@pytest.mark.parametrize("order", [None, 1.0, 2.5, 64.0, 1024.0, math.nan])
+def test_invariant_6_an_order_that_is_not_the_accountants_joins_no_run_and_is_no_plans(federation, order):
+    hello = {"site": "a", "declared_size": 40, "unit": "image", "order": 3.0}
+    assert wire.Hello.model_validate(hello).order == 3.0
+    with pytest.raises(ValidationError, match="order"):
+        wire.Hello.model_validate({**hello, "order": order})
+    fed = federation()
+    message = fed.request()
+    header, tensors = wire.unpack(message, wire.Request)
+    raw = header.model_dump(mode="json")
+    text = (
+        header.model_validate(raw).model_dump_json().replace('"order":3.0', f'"order":{order}'.replace("None", "null"))
+    )
+    assert text != header.model_dump_json()
+    message.content = wire.pack_text(text, tensors)
+    answer = ask(fed.sites[0], grid_sent(message))
+    assert (answer.status, answer.rule) == ("refused", "wire")
+    assert charges(fed) == []
+
+
 def archive(fed, declared_size=20, records=20):
     generator, discriminator = fed.networks()
     return Site(
@@ -192,19 +250,21 @@ def archive(fed, declared_size=20, records=20):
 
 def archive_request(fed, declared_size=20):
     message = fed.request()
-    order = LedgerReader(ledger_path(fed)).account.order if ledger_path(fed).exists() else None
+    order = LedgerReader(ledger_path(fed)).account.order
     return changed(message, run="archived", plan=fed.plan.site_plan(declared_size, order))
 
 
 def test_invariant_12_a_second_budget_needs_a_declaration_and_its_declared_size(federation):
     fed = replan(federation(), noise_multiplier=3.0)
     ask(fed.sites[0], fed.request())
-    assert ask(archive(fed), archive_request(fed)).status == "failed"  # nobody has declared it
+    with pytest.raises(LedgerError, match="declare a disjoint budget"):  # nobody has declared it
+        archive(fed)
     assert len(charges(fed)) == 1
     ledger = Ledger(ledger_path(fed))
     ledger.declare_disjoint(Declaration("archive", 20, "scans of 2001, other patients"))
     ledger.close()
-    assert ask(archive(fed, 18), archive_request(fed, 18)).status == "failed"  # another size than declared
+    with pytest.raises(LedgerError, match="other terms"):  # another size than declared
+        archive(fed, 18)
     assert len(charges(fed)) == 1
     assert ask(archive(fed), archive_request(fed)).status == "trained"
     ledger = LedgerReader(ledger_path(fed))
@@ -215,18 +275,42 @@ def test_invariant_12_a_second_budget_needs_a_declaration_and_its_declared_size(
 def test_invariant_12_a_site_of_an_undeclared_budget_makes_no_ledger(federation):
     """Its terms would become those of the main budget, for ever."""
     fed = federation()
-    fed.sites = {0: archive(fed)}
-    answer = ask(fed.sites[0], archive_request(fed))
-    assert answer.status in ("refused", "failed")
-    assert not ledger_path(fed).exists()
+    ledger_path(fed).unlink()
+    with pytest.raises(LedgerError, match="no ledger at"):
+        archive(fed)
+    assert list(ledger_path(fed).parent.glob("site-0*")) == []
 
 
-def test_a_policy_of_other_terms_than_the_ledgers_does_not_train(federation):
+def test_invariant_12_a_site_makes_no_ledger(federation):
+    fed = federation()
+    ledger_path(fed).unlink()
+    with pytest.raises(LedgerError, match="no ledger at"):
+        bare(fed)
+    assert list(ledger_path(fed).parent.glob("site-0*")) == []
+    fed.site(0)  # it is made on its own
+    assert bare(fed).name == "site-0"
+
+
+@pytest.mark.parametrize(
+    "other", [{"eps_max": 11.0}, {"eps_max": 9.0}, {"delta": 5e-6}, {"declared_size": 39}, {"unit": "patient"},
+              {"name": "site-1"}]
+)  # fmt: skip
+def test_a_policy_of_other_terms_than_the_ledgers_does_not_train(federation, other):
     fed = federation()
     ask(fed.sites[0], fed.request())
-    message = fed.request(round_number=2)
-    assert ask(fed.site(0, eps_max=11.0), message).status == "failed"
+    data = (*fed.data(0), [str(n) for n in range(40)]) if "unit" in other else None
+    with pytest.raises(LedgerError, match="created for other terms than the policy's"):
+        bare(fed, data=data, **other)
     assert len(charges(fed)) == 1
+
+
+def test_a_ledger_of_other_terms_that_is_put_in_later_is_not_charged(federation):
+    fed = federation()
+    message = fed.request()
+    renewed(fed, eps_max=11.0)
+    header, tensors = wire.unpack(fed.sites[0].train(message), wire.Answer)
+    assert (header.status, header.head, tensors) == ("failed", "", b"")
+    assert charges(fed) == []
 
 
 # --- unit
@@ -269,6 +353,17 @@ class Swap:
 
     def put_newest(self):
         shutil.copy(self.newest, self.file)
+
+
+def test_a_ledger_that_is_deleted_is_never_made_anew_whether_or_not_the_server_remembers_it(federation):
+    fed = federation()
+    first = ask(fed.sites[0], fed.request())
+    again = fed.request(round_number=2)
+    ledger_path(fed).unlink()
+    for anchor, expected in (("", ("failed", "")), (first.head, ("refused", "anchor"))):
+        header, tensors = wire.unpack(fed.sites[0].train(changed(again, anchor=anchor)), wire.Answer)
+        assert (header.status, header.rule, header.head, tensors) == (*expected, "", b"")
+        assert list(ledger_path(fed).parent.glob("site-0*")) == []
 
 
 @pytest.mark.parametrize("loss", ["put_old", "delete"])
@@ -349,9 +444,26 @@ def test_a_new_run_of_an_edited_ledger_does_not_start(federation):
             db.execute(f"DROP TRIGGER {name}")
         db.execute("UPDATE entries SET payload = replace(payload, '\"count\":2', '\"count\":1') WHERE kind = 'charge'")
     db.close()
-    with pytest.raises(LedgerError):
-        fed.site(0)
-    assert fed.site(1).name == "site-1"
+    with pytest.raises(LedgerError, match="entry 2: .*own hash"):
+        bare(fed)
+    assert bare(fed, 1).name == "site-1"
+
+
+IGNORE = "BEFORE INSERT ON entries WHEN NEW.kind = 'charge' BEGIN SELECT RAISE(IGNORE); END"
+
+
+def test_invariant_2_a_trigger_that_swallows_charges_stops_every_release(federation):
+    fed = federation()
+    message = fed.request()
+    with closing(sqlite3.connect(ledger_path(fed))) as db:
+        db.execute(f"CREATE TRIGGER entries_more {IGNORE}")
+    with closing(Ledger(ledger_path(fed))) as ledger, pytest.raises(LedgerError, match="did not keep a charge"):
+        ledger.charge(Charge(Event(0.1, 1.5, 1), 1.0, "test", 1, "q1", 6.0, "plan"))
+    header, tensors = wire.unpack(fed.sites[0].train(message), wire.Answer)
+    assert (header.status, header.head, tensors) == ("failed", "", b"")
+    assert charges(fed) == []
+    with pytest.raises(LedgerError, match="triggers that no ledger has: entries_more"):
+        bare(fed)
 
 
 # --- what the ledger says of C
@@ -397,7 +509,8 @@ def test_data_of_another_unit_than_the_policys_are_refused(federation):
     fed = federation()
     images, labels = fed.data(0)
     with pytest.raises(DataError, match="policy protects patients, the data give images"):
-        fed.site(0, unit="patient")
+        renewed(fed, unit="patient")
+    ledger_path(fed).unlink()
     with pytest.raises(DataError, match="policy protects images, the data give patients"):
         fed.site(0, data=(images, labels, [str(n) for n in range(40)]))
 
@@ -416,3 +529,144 @@ def test_invariant_1_tensors_leave_with_a_trained_answer_alone(federation):
     message = changed(fed.request(), site="other")
     header, tensors = wire.unpack(fed.sites[0].train(message), wire.Answer)
     assert (header.status, header.rule, header.count, tensors) == ("refused", "wire", None, b"")
+
+
+def test_invariant_1_a_reason_is_printable_whatever_the_request_holds(federation):
+    fed = federation()
+    answer = ask(fed.sites[0], changed(fed.request(), site="\x1b[31m\u202esite\n\x00"))
+    assert (answer.status, answer.rule) == ("refused", "wire")
+    assert answer.reason.isprintable() and "[31m" in answer.reason
+    for reason in ("a\nb", "\x1b[2J", "a\x00", "\x9b2J", "a\x7f"):
+        with pytest.raises(ValidationError, match="reason"):
+            wire.Answer(site="site-0", round=1, status="failed", reason=reason)
+
+
+CONSTANT = "the site cannot take part; its own log says why"
+
+
+@pytest.mark.parametrize("kind", [MessageType.QUERY, MessageType.TRAIN, MessageType.EVALUATE])
+@pytest.mark.parametrize("fault", ["too few records", "no ledger", "the answer"])
+def test_invariant_1_what_fails_at_a_site_is_told_to_its_own_log_alone(federation, monkeypatch, caplog, kind, fault):
+    fed = federation(sites=1)
+    request = fed.request()
+    request.metadata.message_type = kind
+    if fault == "no ledger":
+        ledger_path(fed).unlink()
+    method = {MessageType.QUERY: "hello", MessageType.TRAIN: "train", MessageType.EVALUATE: "evaluate"}[kind]
+
+    def breaks(site, message):
+        raise RuntimeError("record 31 of 40")
+
+    if fault == "the answer":
+        monkeypatch.setattr(Site, method, breaks)
+    app = ClientApp()
+    register(app, lambda context: bare(fed, data=fed.data(0, 31) if fault == "too few records" else None))
+    context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
+    with caplog.at_level(logging.ERROR, "fl_dpgan.federation.client"):
+        reply = app(request, context)
+    assert reply.has_error() and not reply.has_content()
+    assert (reply.error.code, reply.error.reason) == (2, CONSTANT)
+    assert "31" not in str(reply.__dict__["_error"]) + str(reply.error.reason)
+    said = {"too few records": "31 images, too few", "no ledger": "no ledger at", "the answer": "record 31 of 40"}
+    assert said[fault] in caplog.text  # the site's own people learn why
+
+
+def test_a_site_that_is_well_answers_through_the_app_as_by_itself(federation):
+    fed = federation(sites=1)
+    app = ClientApp()
+    register(app, lambda context: fed.sites[0])
+    context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
+    request = fed.request()
+    assert wire.unpack(app(request, context), wire.Answer)[0].status == "trained"
+    request.metadata.message_type = MessageType.QUERY
+    assert wire.unpack(app(request, context), wire.Hello)[0].site == "site-0"
+
+
+# --- what the server makes of an answer that no honest site gives
+
+
+def answering(fed, number, spoil):
+    """The federation's grid; what site `number` trains is spoilt on its way."""
+    grid = fed.grid()
+    honest = grid.handlers[number + 10]
+
+    def handle(message):
+        reply = honest(message)
+        if message.metadata.message_type == MessageType.TRAIN:
+            header, tensors = wire.unpack(reply, wire.Answer)
+            state = wire.read_parameters(tensors, fed.networks()[1])
+            reply.content = wire.pack(header, save({name: spoil(name, t) for name, t in state.items()}))
+        return reply
+
+    grid.handlers[number + 10] = handle
+    return grid
+
+
+def finite(strategy):
+    return all(t.isfinite().all() for module in strategy._modules.values() for t in module.state_dict().values())
+
+
+@pytest.mark.parametrize("value", [3e38, -3e38, 1e30, math.nan, math.inf])
+def test_invariant_7_a_site_that_answers_huge_weights_is_left_out_and_the_run_goes_on(federation, value):
+    fed = federation(sites=3, rounds=2)
+    strategy = fed.strategy()
+    strategy.start(answering(fed, 1, lambda name, tensor: torch.full_like(tensor, value)))
+    for record in rounds(fed):
+        assert {name: site["status"] for name, site in record["sites"].items()} == {
+            "site-0": "trained", "site-1": "left out", "site-2": "trained"
+        }  # fmt: skip
+        assert math.isfinite(record["g_loss"])
+    assert strategy.sites["site-1"].steps == 4  # it may have charged them
+    assert finite(strategy)
+
+    without = federation("without", sites=3, rounds=2)  # the others' average is what it is without that site
+    del without.sites[1]
+    alone = without.strategy()
+    alone.start(without.grid())
+    for name, tensor in alone.discriminator.state_dict().items():
+        assert torch.equal(tensor, strategy.discriminator.state_dict()[name])
+
+
+@pytest.mark.parametrize(("factor", "status"), [(0.999, "trained"), (1.001, "left out")])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_weight_may_move_by_a_hundred_learning_rates_a_step_and_no_more(federation, factor, status, sign):
+    fed = federation(rounds=1)
+    most = 100 * fed.plan.training.d_steps * fed.plan.training.d_learning_rate
+    before = dict(fed.networks()[1].named_parameters())
+    last = list(before)[-1]
+
+    def spoil(name, tensor):
+        return before[name].detach() + sign * factor * most if name == last else tensor
+
+    fed.strategy().start(answering(fed, 1, spoil))
+    site = rounds(fed)[0]["sites"]["site-1"]
+    assert site["status"] == status
+    assert ("moved by" in site["reason"]) == (status == "left out")
+
+
+@pytest.mark.parametrize("module", ["discriminator", "generator", "ema"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_invariant_7_networks_that_are_no_longer_finite_end_the_run_and_the_old_checkpoint_stays(
+    federation, module, value
+):
+    fed = federation(rounds=3)
+    strategy = fed.strategy()
+    update, done = strategy._trainer.update, []
+
+    def poison(*args, **kwargs):
+        loss = update(*args, **kwargs)
+        done.append(loss)
+        if len(done) == 2:
+            with torch.no_grad():
+                next(strategy._modules[module].parameters()).view(-1)[0] = value
+        return loss
+
+    strategy._trainer.update = poison
+    kept = []
+    strategy._on_round = lambda record: kept.append(RunFolder(fed.path).load_checkpoint())
+    with pytest.raises(FederationError, match="round 2: .*no longer finite; the checkpoint of round 1 is kept"):
+        strategy.start(fed.grid())
+    tensors, meta = RunFolder(fed.path).load_checkpoint()
+    assert len(kept) == 1 and meta == kept[0][1] and meta["round"] == 1
+    assert all(torch.equal(tensor, kept[0][0][name]) for name, tensor in tensors.items())
+    assert [record["round"] for record in rounds(fed)] == [1]

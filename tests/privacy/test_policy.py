@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from fl_dpgan.errors import PolicyError
+from fl_dpgan.privacy.accountant import ORDERS, Event, best_order, calibrate, epsilon
 from fl_dpgan.privacy.clipping import Automatic, EpsilonAdaptive, Fixed, Quantile
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.privacy.policy import Policy
@@ -103,7 +104,39 @@ def test_invariant_1_only_the_update_may_leave_unless_the_site_says_otherwise():
 
 
 def test_every_rule_is_a_key_of_the_policy():
-    assert {*AT_THE_LIMIT, "declared_size", "unit", "delta", "mechanisms"} | {"eps_max"} == set(Policy.model_fields)
+    kept_by_the_ledger = {"eps_max", "order"}
+    assert {*AT_THE_LIMIT, "declared_size", "unit", "delta", "mechanisms"} | kept_by_the_ledger == set(
+        Policy.model_fields
+    )
+
+
+@pytest.mark.parametrize("order", [2.0, 7.0, 63.0, 512.0])
+def test_invariant_6_the_ledgers_order_is_the_policys_and_goes_into_the_account(order):
+    terms = policy(order=order, unit="patient", eps_max=3.0)
+    assert terms.ledger_order == order
+    account = terms.account("north")
+    assert (account.site, account.declared_size, account.eps_max, account.delta, account.order, account.unit) == (
+        "north", 100, 3.0, 1e-5, order, "patient"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("eps_max", [0.5, 2.0, 10.0, 100.0])
+@pytest.mark.parametrize("size", [100, 10_000])
+def test_invariant_6_an_order_left_out_is_the_best_for_a_thousand_steps_and_the_same_every_time(eps_max, size):
+    terms = policy(eps_max=eps_max, declared_size=size)
+    sigma = calibrate(eps_max=eps_max, delta=1e-5, sample_rate=0.02, steps=1000)
+    events = [Event(0.02, sigma, 1000)]
+    assert terms.order is None
+    assert terms.ledger_order == best_order(events, 1e-5) == policy(eps_max=eps_max).ledger_order
+    assert epsilon(events, terms.ledger_order, 1e-5) == min(epsilon(events, order, 1e-5) for order in ORDERS)
+
+
+@pytest.mark.parametrize("order", [1.0, 2.5, 64.0, 1024.0, 0.0, -2.0, math.inf, math.nan])
+def test_invariant_6_an_order_is_one_of_the_accountants(order):
+    with pytest.raises(ValidationError, match="order"):
+        policy(order=order)
+    with pytest.raises(ValidationError, match="order"):
+        site_plan(order=order)
 
 
 @pytest.mark.parametrize("size", [100, 1000, 9999])

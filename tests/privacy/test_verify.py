@@ -257,10 +257,10 @@ def test_each_budget_has_the_cap_to_itself(path):
     expect("entry 5: .*'main'", path)
 
 
-def test_the_cap_is_met_to_one_part_in_a_thousand_million(path):
+def test_the_cap_is_met_to_one_part_in_a_million(path):
     spent = verify(write(path, chained([account(), charge()]))).budgets[0].epsilon
-    verify(write(path, chained([account(eps_max=spent / (1 + 5e-10)), charge()])))
-    write(path, chained([account(eps_max=spent / (1 + 2e-9)), charge()]))
+    verify(write(path, chained([account(eps_max=spent / (1 + 9e-7)), charge()])))
+    write(path, chained([account(eps_max=spent / (1 + 1.1e-6)), charge()]))
     expect("beyond eps_max", path)
 
 
@@ -325,6 +325,14 @@ FORMS = {
     "budget type": ([account(), charge(budget=["main"])], "budget = "),
     "main again": ([account(), disjoint(name="main")], "entry 2: .*'main'.*exists already"),
     "east again": ([account(), disjoint(), disjoint()], "entry 3: .*'east'.*exists already"),
+    **{
+        f"{what} named {name!r}": (entries, f"entry {len(entries)}: {key} = .* is not a name")
+        for name in ("a b", "n" * 65, "-a", ".a", "\u00e4", "a\n", "a/b", "\x1b[31m", "\u202ea", 7)
+        for what, key, entries in (
+            ("site", "site", [account(site=name)]),
+            ("budget", "name", [account(), disjoint(name=name)]),
+        )
+    },
     "nameless": ([account(), disjoint(name="")], "name = ''"),
     "no reason": ([account(), disjoint(reason=" \n")], "reason = "),
     "disjoint size": ([account(), disjoint(declared_size=-1)], "declared_size = -1"),
@@ -523,6 +531,27 @@ def test_a_ledger_without_one_of_its_triggers_is_refused(name, path):
     expect(name, path)
     write(path, chained(history()), triggers={**others, f"{name}_ever": TRIGGERS[name]})
     assert verify(path).entries == 20
+
+
+MORE = {
+    "swallows charges": "BEFORE INSERT ON entries WHEN NEW.kind = 'charge' BEGIN SELECT RAISE(IGNORE); END",
+    "swallows all": "BEFORE INSERT ON entries BEGIN SELECT RAISE(IGNORE); END",
+    "after": "AFTER INSERT ON entries BEGIN SELECT 1; END",
+    "update": "BEFORE UPDATE OF payload ON entries BEGIN SELECT RAISE(IGNORE); END",
+    "delete": "BEFORE DELETE ON entries BEGIN SELECT RAISE(IGNORE); END",
+    "aborts": "BEFORE INSERT ON entries WHEN NEW.seq > 99 BEGIN SELECT RAISE(ABORT, 'append-only'); END",
+    "other case": "BEFORE INSERT ON ENTRIES WHEN NEW.kind = 'charge' BEGIN SELECT RAISE(IGNORE); END",
+}
+
+
+@pytest.mark.parametrize("name", ["entries_more", "charges", "entries_no_insert", "entries_no_update_ever"])
+@pytest.mark.parametrize("body", MORE.values(), ids=MORE)
+def test_a_trigger_more_on_the_entries_is_refused(name, body, path):
+    write(path, chained(history()))
+    assert verify(path).entries == 20
+    with closing(sqlite3.connect(path)) as db:
+        db.execute(f"CREATE TRIGGER {name} {body}")
+    expect("triggers that no ledger has", path)
 
 
 def snapshot(folder):

@@ -43,6 +43,11 @@ def event(sigma):
     return Event(1.0, sigma, 1, "evaluation_count")
 
 
+def on_grid(value, sigma):
+    """The nearest multiple of sigma / 1024, which is a power of two times sigma and so exact."""
+    return round(value / (sigma / 1024)) * (sigma / 1024)
+
+
 def count(data, sigma=1e-2, seed=0, classifier=None):
     return noised_count(classifier or Reader(), data, event(sigma), KeyedGenerator.from_seed(seed))
 
@@ -53,7 +58,9 @@ def test_the_count_is_right_less_half_of_all_plus_noise_of_half_sigma(sigma):
     random = KeyedGenerator.from_seed(7)
     random.uniform(0)
     found = noised_count(Reader(), data, event(sigma), KeyedGenerator.from_seed(7))
-    assert found == pytest.approx(4 - 5 / 2 + sigma / 2 * float(random.normal(1)[0]), abs=1e-9)
+    by_hand = 4 - 5 / 2 + sigma / 2 * float(random.normal(1)[0])
+    assert found == on_grid(by_hand, sigma)
+    assert found == pytest.approx(by_hand, abs=sigma / 2048)
 
 
 def test_the_noise_has_a_standard_deviation_of_half_sigma():
@@ -104,7 +111,15 @@ def test_invariant_7_a_classifier_that_gives_nan_or_infinity_leaves_the_answer_f
 
 
 def test_invariant_7_no_records_are_noised_all_the_same():
-    assert count(records([], []), sigma=2.0, seed=3) == pytest.approx(float(KeyedGenerator.from_seed(3).normal(1)[0]))
+    noise = float(KeyedGenerator.from_seed(3).normal(1)[0])
+    assert count(records([], []), sigma=2.0, seed=3) == on_grid(noise, 2.0) == pytest.approx(noise, abs=2.0 / 2048)
+
+
+@settings(max_examples=40, deadline=None)
+@given(sigma=st.sampled_from([0.1, 0.3, 1.0, 4.0, 1e3, 1e6]), seed=st.integers(0, 10**6), right=st.integers(0, 9))
+def test_a_count_lies_on_the_grid_of_its_noise_whatever_was_counted(sigma, seed, right):
+    found = count(records([0.5] * 9, [1] * right + [0] * (9 - right)), sigma=sigma, seed=seed)
+    assert found == on_grid(found, sigma)
 
 
 def test_the_classifier_is_used_in_evaluation_mode():
