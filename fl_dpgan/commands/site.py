@@ -46,10 +46,15 @@ def ledger(
     """Make the site's ledger, once and for ever, on the terms of its file; an existing one is left alone."""
     from contextlib import closing
 
+    from fl_dpgan.privacy.entries import MAIN
     from fl_dpgan.privacy.ledger import Ledger
     from fl_dpgan.site_file import load_site
 
     site = load_site(path)
+    if site.budget != MAIN:
+        raise ConfigError(
+            f"a ledger is made with budget {MAIN!r}; {site.budget!r} is opened in it by budget declare-disjoint"
+        )
     if site.ledger.exists():
         raise ConfigError(f"{site.ledger} is there already; a site has one ledger for ever")
     with closing(Ledger(site.ledger, site.policy.account(site.name))) as made:

@@ -212,12 +212,14 @@ class Site:
         policy, ledger = self._policy, Ledger(self._ledger_path)
         account = ledger.account
         terms = (account.site, account.eps_max, account.delta, account.unit, ledger.budgets.get(self._budget))
-        if terms == (self.name, policy.eps_max, policy.delta, policy.unit, policy.declared_size):
+        same_order = policy.order in (None, account.order)
+        if terms == (self.name, policy.eps_max, policy.delta, policy.unit, policy.declared_size) and same_order:
             return ledger
         ledger.close()
         raise LedgerError(
-            f"the ledger {self._ledger_path} was created for other terms than the policy's (name, eps_max, delta, "
-            f"unit, declared size: {terms}); use the ledger's terms, or declare a disjoint budget"
+            f"the ledger {self._ledger_path} was created for other terms than the policy's (name, eps_max, "
+            f"delta, unit, declared size: {terms}; order {account.order:g}); use the ledger's terms, or declare a "
+            "disjoint budget"
         )
 
 

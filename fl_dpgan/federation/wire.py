@@ -4,11 +4,11 @@ A site sends the fields of `LEAVES` and nothing else; each says why it may leave
 """
 
 import hashlib
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import torch
 from flwr.app import ConfigRecord, Message, RecordDict
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
@@ -73,6 +73,12 @@ class Request(_Header):
         return f"{self.run}/{self.round}/{self.site}/{self.mechanism}"
 
 
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("characters that cannot be printed")
+    return text
+
+
 class Answer(_Header):
     """A site's answer: `trained` comes with D's weights, `counted` with a count, the rest with a rule and a reason."""
 
@@ -80,7 +86,7 @@ class Answer(_Header):
     round: int
     status: Literal["trained", "counted", "withdrawn", "refused", "failed"]
     rule: str = Field("", pattern=r"^[a-z_]{0,64}$")
-    reason: str = Field("", max_length=1000, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")  # it goes to logs and terminals
+    reason: Annotated[str, AfterValidator(_printable)] = Field("", max_length=1000)  # it goes to logs and terminals
     head: str = Field("", pattern=r"^([0-9a-f]{64})?$")
     count: float | None = Field(None, allow_inf_nan=False)
 

@@ -121,7 +121,14 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 _COLUMNS = [("seq", "INTEGER", 1, 0), *((name, "TEXT", 0, 0) for name in ("kind", "payload", "previous", "hash"))]
 _COMPUTED = 2  # SQLite's mark of a virtual generated column
-_TRIGGERS = ("entries_no_update", "entries_no_delete", "entries_no_replace")
+# word by word: a trigger that only looks like one of these could let a charge vanish
+_ABORT = "BEGIN SELECT RAISE(ABORT, 'entries are append-only'); END"
+_TRIGGERS = {
+    "entries_no_update": f"CREATE TRIGGER entries_no_update BEFORE UPDATE ON entries {_ABORT}",
+    "entries_no_delete": f"CREATE TRIGGER entries_no_delete BEFORE DELETE ON entries {_ABORT}",
+    "entries_no_replace": "CREATE TRIGGER entries_no_replace BEFORE INSERT ON entries "
+    f"WHEN EXISTS (SELECT 1 FROM entries WHERE seq >= NEW.seq) {_ABORT}",
+}
 
 
 def _check_schema(db: sqlite3.Connection) -> None:
@@ -136,14 +143,12 @@ def _check_schema(db: sqlite3.Connection) -> None:
     # edited, and no hash would tell
     if [column for column in columns if column[3] != _COMPUTED] != _COLUMNS:
         raise _FaultError(f"the columns of its entries are {columns}, not those of a ledger")
-    found = db.execute("SELECT name, sql FROM sqlite_master WHERE type = 'trigger' AND tbl_name = 'entries'").fetchall()
-    for wanted in _TRIGGERS:
-        if not any(str(name).startswith(wanted) and "RAISE(ABORT" in str(sql).upper() for name, sql in found):
-            raise _FaultError(f"its trigger {wanted}, which keeps it append-only, is missing")
-    # a trigger more could let a charge vanish without a word
-    others = [str(name) for name, _ in found if not str(name).startswith(tuple(_TRIGGERS))]
-    if others or len(found) != len(_TRIGGERS):
-        raise _FaultError(f"it has triggers that no ledger has: {', '.join(others) or 'one twice'}")
+    found = dict(db.execute("SELECT name, sql FROM sqlite_master WHERE type = 'trigger'").fetchall())
+    for name, wanted in _TRIGGERS.items():
+        if " ".join(str(found.pop(name, "")).split()) != wanted:
+            raise _FaultError(f"its trigger {name}, which keeps it append-only, is missing or changed")
+    if found:
+        raise _FaultError(f"it has triggers that no ledger has: {', '.join(map(str, found))}")
 
 
 # --- one entry's form

@@ -151,7 +151,7 @@ def _filled(source: random.Random, hostile: Hostile) -> None:
     """Some tensors, or all, hold one finite value."""
     value = source.choice([1e30, -1e30, 3.4e38, -3.4e38, 1e-45, 1e-39, 0.0, 1.0, 1e10, 1e-20])
     names = sorted(hostile.state)
-    for name in source.sample(names, source.choice([1, 2, len(names)])):
+    for name in source.sample(names, min(source.choice([1, 2, len(names)]), len(names))):
         if _real(hostile.state[name]):
             hostile.state[name] = torch.full_like(hostile.state[name], value)
         elif name.endswith("num_batches_tracked"):
@@ -167,7 +167,10 @@ def _scaled(source: random.Random, hostile: Hostile) -> None:
 
 
 def _one_weight(source: random.Random, hostile: Hostile) -> None:
-    name = source.choice([name for name, tensor in sorted(hostile.state.items()) if _real(tensor)])
+    names = [name for name, tensor in sorted(hostile.state.items()) if _real(tensor)]
+    if not names:  # earlier changes have spoilt them all
+        return
+    name = source.choice(names)
     tensor = hostile.state[name].clone()
     tensor.view(-1)[source.randrange(tensor.numel())] = source.choice([1e30, -3.4e38, 3.4e38, 1e-45, 1e19])
     hostile.state[name] = tensor
@@ -321,13 +324,18 @@ def _error_message(source: random.Random, hostile: Hostile) -> None:
 
 
 def _not_finite(source: random.Random, hostile: Hostile) -> None:
-    name = source.choice([name for name, tensor in sorted(hostile.state.items()) if _real(tensor)])
+    names = [name for name, tensor in sorted(hostile.state.items()) if _real(tensor)]
+    if not names:  # earlier changes have spoilt them all
+        return
+    name = source.choice(names)
     tensor = hostile.state[name].clone()
     tensor.view(-1)[source.randrange(tensor.numel())] = source.choice([float("nan"), float("inf"), -float("inf")])
     hostile.state[name] = tensor
 
 
 def _other_form(source: random.Random, hostile: Hostile) -> None:
+    if not hostile.state:
+        return
     name = source.choice(sorted(hostile.state))
     tensor = hostile.state[name]
     kinds = [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]
@@ -344,6 +352,8 @@ def _other_form(source: random.Random, hostile: Hostile) -> None:
 
 
 def _other_tensors(source: random.Random, hostile: Hostile) -> None:
+    if not hostile.state:
+        return
     name = source.choice(sorted(hostile.state))
     choice = source.choice(["missing", "extra", "renamed", "none", "moved"])
     if choice in ("missing", "renamed"):

@@ -1,5 +1,6 @@
 """A site's policy and its ledger's newest hash win over the server; a refusal is named, uncharged, hurts no other."""
 
+import json
 import logging
 import math
 import shutil
@@ -215,9 +216,9 @@ def test_invariant_6_the_order_is_the_sites_own_and_the_plan_follows_it(federati
     asked, _ = wire.unpack(fed.request(), wire.Request)
     assert asked.plan.order == expected
     assert wire.unpack(site.hello(fed.request()), wire.Hello)[0].order == expected
-    if order != 80.0:  # there the rounding-up of epsilon alone is beyond what a run of this noise may spend
-        fed.strategy().start(fed.grid())
-        assert statuses(rounds(fed)[0])["site-0"] == ("trained", "")
+    fed.strategy().start(fed.grid())
+    assert statuses(rounds(fed)[0])["site-0"] == ("trained", "")
+    assert LedgerReader(ledger_path(fed)).account.order == expected
 
 
 @pytest.mark.parametrize("order", [None, 1.0, 2.5, 64.0, 1024.0, math.nan])
@@ -230,11 +231,8 @@ def test_invariant_6_an_order_that_is_not_the_accountants_joins_no_run_and_is_no
     message = fed.request()
     header, tensors = wire.unpack(message, wire.Request)
     raw = header.model_dump(mode="json")
-    text = (
-        header.model_validate(raw).model_dump_json().replace('"order":3.0', f'"order":{order}'.replace("None", "null"))
-    )
-    assert text != header.model_dump_json()
-    message.content = wire.pack_text(text, tensors)
+    raw["plan"]["order"] = order
+    message.content = wire.pack_text(json.dumps(raw), tensors)
     answer = ask(fed.sites[0], grid_sent(message))
     assert (answer.status, answer.rule) == ("refused", "wire")
     assert charges(fed) == []
@@ -440,11 +438,14 @@ def test_a_new_run_of_an_edited_ledger_does_not_start(federation):
     fed = federation(rounds=2)
     fed.strategy().start(fed.grid())
     with sqlite3.connect(ledger_path(fed)) as db:
-        for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+        triggers = db.execute("SELECT name, sql FROM sqlite_master WHERE type = 'trigger'").fetchall()
+        for name, _ in triggers:
             db.execute(f"DROP TRIGGER {name}")
         db.execute("UPDATE entries SET payload = replace(payload, '\"count\":2', '\"count\":1') WHERE kind = 'charge'")
+        for _, sql in triggers:
+            db.execute(sql)
     db.close()
-    with pytest.raises(LedgerError, match="entry 2: .*own hash"):
+    with pytest.raises(LedgerError, match=r"entry 2: .*own hash"):
         bare(fed)
     assert bare(fed, 1).name == "site-1"
 
@@ -566,7 +567,6 @@ def test_invariant_1_what_fails_at_a_site_is_told_to_its_own_log_alone(federatio
         reply = app(request, context)
     assert reply.has_error() and not reply.has_content()
     assert (reply.error.code, reply.error.reason) == (2, CONSTANT)
-    assert "31" not in str(reply.__dict__["_error"]) + str(reply.error.reason)
     said = {"too few records": "31 images, too few", "no ledger": "no ledger at", "the answer": "record 31 of 40"}
     assert said[fault] in caplog.text  # the site's own people learn why
 
@@ -664,7 +664,7 @@ def test_invariant_7_networks_that_are_no_longer_finite_end_the_run_and_the_old_
     strategy._trainer.update = poison
     kept = []
     strategy._on_round = lambda record: kept.append(RunFolder(fed.path).load_checkpoint())
-    with pytest.raises(FederationError, match="round 2: .*no longer finite; the checkpoint of round 1 is kept"):
+    with pytest.raises(FederationError, match=r"round 2: .*no longer finite; the checkpoint of round 1 is kept"):
         strategy.start(fed.grid())
     tensors, meta = RunFolder(fed.path).load_checkpoint()
     assert len(kept) == 1 and meta == kept[0][1] and meta["round"] == 1
