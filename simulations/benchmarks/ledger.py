@@ -23,6 +23,7 @@ from safetensors.torch import save
 from fl_dpgan.config import Scenario, load_scenario
 from fl_dpgan.networks import from_config
 from fl_dpgan.privacy.accountant import Event
+from fl_dpgan.privacy.engines import LayerEngine
 from fl_dpgan.privacy.entries import Account, Charge, charge_payload
 from fl_dpgan.privacy.ledger import Ledger, StoredAnswer
 from fl_dpgan.privacy.noise import KeyedGenerator
@@ -84,7 +85,11 @@ def _round(scenario: Scenario, plan: SitePlan) -> tuple[float, StoredAnswer]:
     data = Records(images, torch.arange(plan.declared_size) % scenario.model.num_classes)
     optimizer = torch.optim.Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.99))
     random = KeyedGenerator.from_os()
-    took = _median(lambda: local_update(discriminator, generator, optimizer, data, plan, first_step=0, random=random))
+    took = _median(
+        lambda: local_update(
+            discriminator, generator, optimizer, data, plan, first_step=0, random=random, engine=LayerEngine
+        )
+    )
     body, state = save(dict(discriminator.state_dict())), save(optimizer_tensors(optimizer))
     return took, StoredAnswer("request", "0" * 64, "{}", body, state)
 
