@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fl_dpgan.config import Plan
 from fl_dpgan.errors import ConfigError, FederationError, RunFolderError, WireError
 from fl_dpgan.federation import wire
+from fl_dpgan.federation.averaging import weighted_average
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.runs import RunFolder
 from fl_dpgan.training.generator import GeneratorTrainer
@@ -391,19 +392,6 @@ class FedDPGAN(Strategy):
         self._done = int(meta["round"])
         self._memory = dict(meta["sites"])
         self._folder.cut_log(self._done)
-
-
-def weighted_average(states: dict[str, dict[str, Tensor]], weights: dict[str, float]) -> dict[str, Tensor]:
-    """Weighted mean of named tensors, summed in double precision in the order of `states`, so that it is repeatable."""
-    total = sum(weights[name] for name in states)
-    first = next(iter(states.values()))
-    mean = {}
-    for key, like in first.items():
-        summed = torch.zeros_like(like, dtype=torch.float64)
-        for name, state in states.items():
-            summed += state[key].double() * (weights[name] / total)
-        mean[key] = summed.to(like.dtype)
-    return mean
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 
 from fl_dpgan.errors import ConfigError, FederationError, RunFolderError
 from fl_dpgan.federation import wire
-from fl_dpgan.federation.strategy import weighted_average
+from fl_dpgan.federation.averaging import weighted_average
 from fl_dpgan.privacy.ledger import Ledger
 from fl_dpgan.runs import RunFolder
 from tests.conftest import handler
