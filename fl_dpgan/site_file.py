@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fl_dpgan.config import one_line
 from fl_dpgan.errors import ConfigError
-from fl_dpgan.privacy.entries import MAIN
+from fl_dpgan.privacy.entries import MAIN, NAME
 from fl_dpgan.privacy.policy import Policy
 
 
@@ -18,7 +18,7 @@ class SiteFile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        pattern=NAME,
         description="The site's name, the same in every run. It becomes public.",
     )
     ledger: Path = Field(

@@ -303,12 +303,11 @@ class FedDPGAN(Strategy):
 
     def _maybe_charged(self) -> list[str]:
         """The sites that may have charged this round's request; one that says `repeated` has done so before."""
-        free = {
+        return [
             name
             for name, outcome in self._outcomes.items()
-            if outcome["status"] in ("withdrawn", "refused") and outcome.get("rule") != "repeated"
-        }
-        return [name for name in self._outcomes if name not in free]
+            if outcome["status"] not in ("withdrawn", "refused") or outcome.get("rule") == "repeated"
+        ]
 
     def _answers(self, server_round: int, replies: Iterable[Message]) -> Iterator[tuple[str, wire.Answer, bytes]]:
         """The well-formed answers to what this round asked; notes each site's outcome and its ledger's head."""

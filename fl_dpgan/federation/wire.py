@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from fl_dpgan.errors import WireError
-from fl_dpgan.privacy.entries import Unit
+from fl_dpgan.privacy.entries import NAME, Unit
 from fl_dpgan.privacy.plan import Order, SitePlan
 
 _RECORD = "fl_dpgan"
@@ -47,7 +47,7 @@ class _Header(BaseModel):
 class Hello(_Header):
     """A site's answer to the server's first question; `order` is its ledger's."""
 
-    site: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    site: str = Field(pattern=NAME)
     declared_size: int = Field(ge=1, le=10**10)
     unit: Unit
     order: Order

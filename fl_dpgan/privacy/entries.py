@@ -20,6 +20,8 @@ from fl_dpgan.privacy.accountant import Event
 FORMAT = 1
 #: The budget that every ledger opens with; `disjoint` entries open others.
 MAIN = "main"
+#: What a site or a budget may be called: names go to logs and terminals.
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 FIRST_PREVIOUS = "0" * 64
 
 Unit = Literal["image", "patient"]

@@ -23,6 +23,7 @@ from fl_dpgan.privacy.entries import (
     FIRST_PREVIOUS,
     FORMAT,
     MAIN,
+    NAME,
     Account,
     Charge,
     Declaration,
@@ -76,6 +77,9 @@ class LedgerReader:
         LedgerError: the file is not a ledger, is damaged, or cannot be read.
     """
 
+    #: The file's state when it was opened as one that nobody writes to.
+    _stamp: tuple[int, int] | None = None
+
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise LedgerError(f"no ledger at {path}; give the path of a site's .sqlite file")
@@ -84,8 +88,6 @@ class LedgerReader:
         self._stamp = _state_of(path) if alone else None
         self._open(path, f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if alone else ''}")
         self._read_account()
-
-    _stamp: tuple[int, int] | None = None
 
     def _open(self, path: Path, uri: str) -> None:
         self.path = path
@@ -305,7 +307,7 @@ class Ledger(LedgerReader):
             LedgerError: the name is taken or empty, there is no reason, or the size does not suit the delta.
         """
         with self._errors(), self._transaction():
-            named = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", declaration.name)
+            named = re.fullmatch(NAME, declaration.name)
             if not named or declaration.name in self.budgets or not declaration.reason.strip():
                 taken = ", ".join(self.budgets)
                 raise LedgerError(
