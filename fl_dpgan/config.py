@@ -76,7 +76,7 @@ class DataConfig(_Section):
 
 
 class ModelConfig(_Section):
-    """The networks' sizes."""
+    """The networks' sizes, and where the label enters D."""
 
     size: Literal[28, 32, 64] = 28
     channels: Literal[1, 3] = 1
@@ -84,6 +84,7 @@ class ModelConfig(_Section):
     latent_dim: int = Field(64, ge=1, le=4096)
     g_width: int = Field(32, ge=1, le=1024)
     d_width: int = Field(16, ge=1, le=1024)
+    d_labels: Literal["output", "input"] = "output"
 
 
 class SimulationConfig(_Section):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fl_dpgan.config import ModelConfig
 
 ImageSize = Literal[28, 32, 64]
+LabelsAt = Literal["output", "input"]
 
 #: side of the smallest feature map, and the number of doublings from it to the image
 _PYRAMID: dict[int, tuple[int, int]] = {28: (7, 2), 32: (8, 2), 64: (8, 3)}
@@ -63,27 +64,36 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Scores an image under a label: one logit per sample, from strided convolutions and one output per class.
+    """Scores an image under a label: one logit per sample, from strided convolutions.
 
     Args:
         size, channels, num_classes: as for `Generator`.
         width: channels of the first feature map; each further level has twice as many.
+        labels: where the label enters: at the "output", of which there is one per class, or at the "input", as one map
+            per class beside the image (Mirza and Osindero, arXiv 1411.1784).
     """
 
-    def __init__(self, *, size: int, channels: int, num_classes: int, width: int = 16) -> None:
+    def __init__(
+        self, *, size: int, channels: int, num_classes: int, width: int = 16, labels: LabelsAt = "output"
+    ) -> None:
         super().__init__()
         side, halvings = _pyramid(size)
         layers: list[nn.Module] = []
-        fan_in = channels
+        self.num_classes, self.labels_at = num_classes, labels
+        fan_in = channels + (num_classes if labels == "input" else 0)
         for level in range(halvings):
             fan_out = width * 2**level
             layers += [nn.Conv2d(fan_in, fan_out, 4, 2, 1), nn.LeakyReLU(0.2)]
             fan_in = fan_out
         self.features = nn.Sequential(*layers, nn.Flatten())
-        self.head = nn.Linear(fan_in * side * side, num_classes)
+        self.head = nn.Linear(fan_in * side * side, 1 if labels == "input" else num_classes)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         """(n, channels, size, size) in [-1, 1] and (n,) to logits (n,)."""
+        if self.labels_at == "input":
+            onehot = nn.functional.one_hot(labels, self.num_classes).to(images)
+            maps = onehot[:, :, None, None].expand(-1, -1, *images.shape[2:])
+            images, labels = torch.cat([images, maps], dim=1), torch.zeros_like(labels)
         logits: Tensor = self.head(self.features(images))
         return logits.gather(1, labels.unsqueeze(1)).squeeze(1)
 
@@ -94,4 +104,4 @@ def from_config(model: "ModelConfig", seed: int) -> tuple[nn.Module, nn.Module]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         generator = Generator(**shape, latent_dim=model.latent_dim, width=model.g_width)
-        return generator, Discriminator(**shape, width=model.d_width)
+        return generator, Discriminator(**shape, width=model.d_width, labels=model.d_labels)

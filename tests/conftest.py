@@ -1,7 +1,7 @@
 """What the tests share: one torch thread, and a small federation that needs no Ray."""
 
-from collections.abc import Callable, Iterable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from fl_dpgan.config import Plan
 from fl_dpgan.federation import FedDPGAN, Policy, Records, Site
 from fl_dpgan.networks import Discriminator, Generator
+from fl_dpgan.privacy import engines, layers
 from fl_dpgan.privacy.entries import Account
 from fl_dpgan.privacy.ledger import Ledger, LedgerReader
 from fl_dpgan.runs import RunFolder
@@ -23,6 +24,16 @@ torch.set_num_threads(1)
 def _identity() -> None:
     """Flower's messages take their sender from here; in a run Flower sets it."""
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+
+
+@contextmanager
+def passes_of(samples: int) -> Iterator[None]:
+    """Let the engines take so few samples at a time that small batches need several passes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "_LARGEST", samples)
+        patch.setattr(layers, "_MULTIPLE", min(samples, 3))
+        patch.setattr(engines, "_PASS", samples)
+        yield
 
 
 class LocalGrid:

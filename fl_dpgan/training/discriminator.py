@@ -4,7 +4,7 @@ Bie, Kamath, Zhang, "Private GANs, Revisited" (arXiv 2302.02936), section 3: exa
 reals in one per-sample gradient pass, every sample is clipped by itself, the sum is noised once, the divisor is 2B.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -40,14 +40,12 @@ def summed_gradient(
     fakes: tuple[Tensor, Tensor],
     clipping_norm: float,
     rule: ClippingRule,
-    passes_of: int,
 ) -> tuple[list[Tensor], float]:
     """Sum over all samples of the clipped gradient of the loss on D; adding or removing one real moves it by at most C.
 
     Args:
         reals, fakes: images (n, channels, size, size) and labels (n,); n may be 0 for the reals.
         rule: says how a gradient is brought to a norm of at most C.
-        passes_of: samples per pass; more samples take several passes, so that no batch is cut short.
 
     Returns:
         One tensor per parameter, in the parameters' order; and the sum over the reals of 1/2 where the norm is at most
@@ -56,14 +54,9 @@ def summed_gradient(
     images = torch.cat([reals[0], fakes[0]])
     labels = torch.cat([reals[1], fakes[1]])
     targets = torch.cat([torch.ones(len(reals[1])), torch.zeros(len(fakes[1]))]).to(images)
-    total: list[Tensor] = []
-    count = 0.0
-    for part in _passes(len(images), passes_of):
-        sums, norms = engine.clipped_sum(images[part], labels[part], targets[part], clipping_norm, rule)
-        total = [a + b for a, b in zip(total, sums, strict=True)] if total else sums
-        of_reals = norms[targets[part] == 1]
-        count += float((of_reals <= clipping_norm).sum()) - len(of_reals) / 2
-    return total, count
+    total, norms = engine.clipped_sum(images, labels, targets, clipping_norm, rule)
+    short = norms[: len(reals[1])] <= clipping_norm
+    return total, float(short.sum()) - len(short) / 2
 
 
 def local_update(
@@ -99,7 +92,7 @@ def local_update(
             c = plan.clipping_norm(step, followed)
             reals = data.batch(plan.sample(data.units, random))
             fakes = draw_fakes(generator, plan.batch_size, random)
-            total, count = summed_gradient(sums, reals, fakes, c, rule, 3 * plan.batch_size)
+            total, count = summed_gradient(sums, reals, fakes, c, rule)
             for parameter, clipped in zip(discriminator.parameters(), total, strict=True):
                 parameter.grad = (clipped + plan.noise(clipped, c, random)) / (2 * plan.batch_size)
             if isinstance(rule, Quantile):
@@ -109,7 +102,3 @@ def local_update(
     finally:
         sums.close()
     return followed
-
-
-def _passes(count: int, size: int) -> Iterator[slice]:
-    return (slice(start, start + size) for start in range(0, count, size))

@@ -23,8 +23,8 @@ from safetensors.torch import save
 from fl_dpgan.config import Scenario, load_scenario
 from fl_dpgan.networks import from_config
 from fl_dpgan.privacy.accountant import Event
-from fl_dpgan.privacy.engines import LayerEngine
 from fl_dpgan.privacy.entries import Account, Charge, charge_payload
+from fl_dpgan.privacy.layers import LayerEngine
 from fl_dpgan.privacy.ledger import Ledger, StoredAnswer
 from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.privacy.plan import SitePlan

@@ -15,13 +15,14 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from fl_dpgan.networks import Discriminator, Generator
 from fl_dpgan.privacy.accountant import step_rdp
 from fl_dpgan.privacy.clipping import Automatic, ClippingRule, Fixed, Quantile
-from fl_dpgan.privacy.engines import LayerEngine
 from fl_dpgan.privacy.gradients import clipped_sum
+from fl_dpgan.privacy.layers import LayerEngine
 from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.privacy.units import Units
 from fl_dpgan.training.discriminator import draw_fakes, local_update, summed_gradient
 from fl_dpgan.training.records import Records
+from tests.conftest import passes_of
 
 torch.set_num_threads(1)
 norms = st.floats(0, 1e30)
@@ -80,13 +81,14 @@ def test_automatic_clipped_norm_is_below_c_for_tiny_and_huge_gradients(length, c
     assert bool(torch.isfinite(clipped).all())
 
 
-@pytest.mark.parametrize("passes_of", [100, 4])
-def test_automatic_sum_equals_a_loop_over_single_samples(passes_of):
+@pytest.mark.parametrize("samples", [100, 4])
+def test_automatic_sum_equals_a_loop_over_single_samples(samples):
     reals, fakes, c = images_and_labels(6, 1), images_and_labels(5, 2), 0.7
     _, model = networks()
     single = gradients(model, *reals, 1.0) + gradients(model, *fakes, 0.0)
     expected = sum(g * (c / (g.norm() + 0.01)) for g in single)
-    found, _ = summed_gradient(LayerEngine(networks()[1]), reals, fakes, c, Automatic(c=c), passes_of)
+    with passes_of(samples):
+        found, _ = summed_gradient(LayerEngine(networks()[1]), reals, fakes, c, Automatic(c=c))
     torch.testing.assert_close(flat(found), expected, rtol=1e-4, atol=1e-6)
 
 
@@ -102,9 +104,9 @@ def test_sensitivity_one_record_moves_the_sum_by_at_most_c_and_the_count_by_one_
     images, labels = images_and_labels(records, seed)
     images[who] *= scale
     fakes, others = images_and_labels(3, seed + 1), torch.arange(records) != who
-    wrapped = LayerEngine(networks()[1])
-    larger, more = summed_gradient(wrapped, (images, labels), fakes, c, rule, 3)
-    smaller, fewer = summed_gradient(wrapped, (images[others], labels[others]), fakes, c, rule, 100)
+    with passes_of(3):
+        larger, more = summed_gradient(LayerEngine(networks()[1]), (images, labels), fakes, c, rule)
+    smaller, fewer = summed_gradient(LayerEngine(networks()[1]), (images[others], labels[others]), fakes, c, rule)
     assert float((flat(larger) - flat(smaller)).norm()) <= c * (1 + 1e-5)
     assert abs(more - fewer) == 0.5
 
@@ -114,26 +116,24 @@ def test_sensitivity_one_record_moves_the_sum_by_at_most_c_and_the_count_by_one_
 
 def test_quantile_count_is_the_sum_of_halves_over_the_reals_alone():
     reals, fakes = images_and_labels(7, 3), images_and_labels(5, 4)
-    wrapped = LayerEngine(networks()[1])
     lengths = sorted(float(g.norm()) for g in gradients(networks()[1], *reals, 1.0))
     for below in range(1, 7):
         c = (lengths[below - 1] + lengths[below]) / 2
-        for passes_of in (100, 4):
-            _, count = summed_gradient(wrapped, reals, fakes, c, Quantile(), passes_of)
+        for samples in (100, 4):
+            with passes_of(samples):
+                _, count = summed_gradient(LayerEngine(networks()[1]), reals, fakes, c, Quantile())
             assert count == below - 7 / 2
 
 
 def test_quantile_counts_a_gradient_that_is_not_finite_as_above_c():
     images, labels = images_and_labels(4, 3)
     images[2] = math.nan
-    _, count = summed_gradient(LayerEngine(networks()[1]), (images, labels), images_and_labels(2), 1e6, Quantile(), 100)
+    _, count = summed_gradient(LayerEngine(networks()[1]), (images, labels), images_and_labels(2), 1e6, Quantile())
     assert count == 3 - 4 / 2
 
 
 def test_quantile_count_of_an_empty_sample_is_zero():
-    _, count = summed_gradient(
-        LayerEngine(networks()[1]), images_and_labels(0), images_and_labels(2), 1.0, Quantile(), 9
-    )
+    _, count = summed_gradient(LayerEngine(networks()[1]), images_and_labels(0), images_and_labels(2), 1.0, Quantile())
     assert count == 0
 
 

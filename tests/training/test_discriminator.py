@@ -6,12 +6,14 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from fl_dpgan.networks import Discriminator, Generator
 from fl_dpgan.privacy.clipping import EpsilonAdaptive, Fixed
-from fl_dpgan.privacy.engines import LayerEngine, OpacusEngine
+from fl_dpgan.privacy.engines import OpacusEngine
+from fl_dpgan.privacy.layers import LayerEngine
 from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.privacy.units import Units
 from fl_dpgan.training.discriminator import draw_fakes, local_update, summed_gradient
 from fl_dpgan.training.records import Records
+from tests.conftest import passes_of
 
 torch.set_num_threads(1)
 
@@ -97,19 +99,20 @@ def assert_all_close(found, expected, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("engine", [LayerEngine, OpacusEngine])
-@pytest.mark.parametrize("passes_of", [100, 4, 1])
+@pytest.mark.parametrize("samples", [100, 4, 1])
 @pytest.mark.parametrize("clipping_norm", [0.1, 100.0])
-def test_summed_gradient_equals_a_loop_over_single_samples(engine, passes_of, clipping_norm):
+def test_summed_gradient_equals_a_loop_over_single_samples(engine, samples, clipping_norm):
     reals, fakes = images_and_labels(6, 1), images_and_labels(5, 2)
     expected = looped(discriminator(), reals, fakes, clipping_norm)
-    found = summed_gradient(engine(discriminator()), reals, fakes, clipping_norm, Fixed(), passes_of)[0]
+    with passes_of(samples):
+        found = summed_gradient(engine(discriminator()), reals, fakes, clipping_norm, Fixed())[0]
     assert length(expected) > 0.05
     assert_all_close(found, expected)
 
 
 def test_without_reals_the_sum_is_that_of_the_fakes():
     reals, fakes = images_and_labels(0), images_and_labels(4, 2)
-    found = summed_gradient(LayerEngine(discriminator()), reals, fakes, 0.1, Fixed(), 100)[0]
+    found = summed_gradient(LayerEngine(discriminator()), reals, fakes, 0.1, Fixed())[0]
     assert_all_close(found, looped(discriminator(), reals, fakes, 0.1))
 
 
@@ -118,19 +121,20 @@ def test_without_reals_the_sum_is_that_of_the_fakes():
     seed=st.integers(0, 2**20),
     records=st.integers(1, 6),
     scale=st.sampled_from([1.0, 50.0, 1e4, 1e38]),
-    passes_of=st.sampled_from([3, 100]),
+    samples=st.sampled_from([3, 100]),
     clipping_norm=st.sampled_from([0.02, 0.3]),
     data=st.data(),
 )
-def test_sensitivity_one_record_moves_the_sum_by_at_most_c(seed, records, scale, passes_of, clipping_norm, data):
+def test_sensitivity_one_record_moves_the_sum_by_at_most_c(seed, records, scale, samples, clipping_norm, data):
     who = data.draw(st.integers(0, records - 1))
     images, labels = images_and_labels(records, seed)
     images[who] *= scale  # the record that comes or goes may be anything
     fakes = images_and_labels(3, seed + 1)
     others = torch.arange(records) != who
-    wrapped = LayerEngine(discriminator())
-    larger = summed_gradient(wrapped, (images, labels), fakes, clipping_norm, Fixed(), passes_of)[0]
-    smaller = summed_gradient(wrapped, (images[others], labels[others]), fakes, clipping_norm, Fixed(), passes_of)[0]
+    with passes_of(samples):
+        wrapped = LayerEngine(discriminator())
+        larger = summed_gradient(wrapped, (images, labels), fakes, clipping_norm, Fixed())[0]
+        smaller = summed_gradient(wrapped, (images[others], labels[others]), fakes, clipping_norm, Fixed())[0]
     moved = length([a.double() - b.double() for a, b in zip(larger, smaller, strict=True)])
     assert moved <= clipping_norm * (1 + 1e-5)
     if scale == 1.0:
@@ -196,17 +200,18 @@ def test_a_record_that_overflows_the_gradient_changes_neither_finiteness_nor_sha
 
 
 def test_an_oversized_batch_takes_several_passes_and_equals_one_pass():
-    # a site with 10 times its declared size: the Poisson sample is far above the 3 B of one pass
+    # a site with 10 times its declared size: the Poisson sample is far above what one pass takes
     plan = site_plan(declared_size=4, batch_size=2, clipping=Fixed(c=0.3), delta=1e-4)
     images, labels = images_and_labels(40)
     drawn, expected = by_hand(discriminator(), images, labels, plan, 0, KeyedGenerator.from_seed(15))
-    assert drawn + plan.batch_size > 2 * 3 * plan.batch_size
+    assert drawn + plan.batch_size > 12
     model, sizes = discriminator(), []
     model.features.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-    update(model, (images, labels), plan, 15)
+    with passes_of(6):
+        update(model, (images, labels), plan, 15)
     assert_all_close(model.parameters(), expected)
-    assert len(sizes) > 2 and max(sizes) <= 3 * plan.batch_size
-    assert sum(sizes) == drawn + plan.batch_size
+    assert len(sizes) > 2 and max(sizes) <= 6
+    assert sum(sizes) >= drawn + plan.batch_size
 
 
 def test_hooks_and_per_sample_gradients_are_gone_after_an_update():

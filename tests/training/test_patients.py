@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fl_dpgan.errors import DataError
 from fl_dpgan.networks import Discriminator, Generator
 from fl_dpgan.privacy.clipping import Automatic, Fixed
-from fl_dpgan.privacy.engines import LayerEngine
+from fl_dpgan.privacy.layers import LayerEngine
 from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.training.discriminator import local_update, summed_gradient
@@ -71,7 +71,7 @@ def test_invariant_11_sensitivity_a_patient_moves_the_clipped_sum_by_at_most_c(s
         data = Records(images[keep], labels[keep], [p for p, k in zip(patients, keep, strict=True) if k])
         mask = included[keep_patients]
         drawn = plan.sample(data.units, Scripted(mask, which[keep_patients][mask < plan.sample_rate]))
-        return flat(summed_gradient(wrapped, data.batch(drawn), fakes, 0.2, rule, 4)[0]), len(drawn)
+        return flat(summed_gradient(wrapped, data.batch(drawn), fakes, 0.2, rule)[0]), len(drawn)
 
     everyone = np.ones(len(sizes), bool)
     others = np.arange(len(sizes)) != who
