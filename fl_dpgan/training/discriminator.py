@@ -4,7 +4,7 @@ Bie, Kamath, Zhang, "Private GANs, Revisited" (arXiv 2302.02936), section 3: exa
 reals in one per-sample gradient pass, every sample is clipped by itself, the sum is noised once, the divisor is 2B.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from fl_dpgan.privacy.engines import Engine, OpacusEngine
 from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.training.records import Records
+
+#: Fakes of one pass of G, if a D step does not take more.
+_FAKES = 256
 
 
 def draw_fakes(generator: nn.Module, count: int, random: KeyedGenerator) -> tuple[Tensor, Tensor]:
@@ -86,12 +89,12 @@ def local_update(
     """
     discriminator.train()
     sums = engine(discriminator)
-    rule = plan.clipping
+    rule, drawn = plan.clipping, _fakes(generator, plan, random)
     try:
         for step in range(first_step, first_step + plan.d_steps):
             c = plan.clipping_norm(step, followed)
+            fakes = next(drawn)
             reals = data.batch(plan.sample(data.units, random))
-            fakes = draw_fakes(generator, plan.batch_size, random)
             total, count = summed_gradient(sums, reals, fakes, c, rule)
             for parameter, clipped in zip(discriminator.parameters(), total, strict=True):
                 parameter.grad = (clipped + plan.noise(clipped, c, random)) / (2 * plan.batch_size)
@@ -102,3 +105,11 @@ def local_update(
     finally:
         sums.close()
     return followed
+
+
+def _fakes(generator: nn.Module, plan: SitePlan, random: KeyedGenerator) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each D step's B fakes; those of several steps are drawn at once, since small batches waste a pass of G."""
+    at_once = max(1, _FAKES // plan.batch_size)
+    for first in range(0, plan.d_steps, at_once):
+        images, labels = draw_fakes(generator, plan.batch_size * min(at_once, plan.d_steps - first), random)
+        yield from zip(images.split(plan.batch_size), labels.split(plan.batch_size), strict=True)

@@ -234,9 +234,8 @@ def test_quantile_steps_equal_a_computation_by_hand():
     plan, (images, labels) = site_plan(rule), images_and_labels(20)
     g, model = networks()
     random, c, c_used = KeyedGenerator.from_seed(4), 0.4, []
-    for _ in range(2):
+    for fakes in zip(*(part.split(5) for part in draw_fakes(g, 10, random)), strict=True):
         chosen = torch.from_numpy(plan.sample(Units(20), random))
-        fakes = draw_fakes(g, 5, random)
         reals = gradients(model, images[chosen], labels[chosen], 1.0)
         total = sum(v * min(1.0, c / float(v.norm())) for v in reals + gradients(model, *fakes, 0.0))
         sigma = (0.8**-2 - 1.4**-2) ** -0.5

@@ -72,10 +72,10 @@ def looped(model, reals, fakes, clipping_norm):
     return total
 
 
-def by_hand(model, images, labels, plan, step, random):
+def by_hand(model, images, labels, plan, step, random, fakes=None):
     """The parameters after one step of SGD at a learning rate of 1."""
+    fakes = fakes or draw_fakes(generator(), plan.batch_size, random)
     chosen = torch.from_numpy(plan.sample(Units(len(labels)), random))
-    fakes = draw_fakes(generator(), plan.batch_size, random)
     norm = plan.clipping.norm(plan.epsilon_after(step) / plan.eps_max)
     total = looped(model, (images[chosen], labels[chosen]), fakes, norm)
     expected = []
@@ -153,8 +153,9 @@ def test_one_step_equals_a_computation_by_hand(first_step):
 def test_the_steps_of_an_update_follow_one_another_with_their_own_clipping_norms():
     images, labels = images_and_labels(20)
     once, model, random = site_plan(), discriminator(), KeyedGenerator.from_seed(12)
-    for step in (2, 3):
-        _, expected = by_hand(model, images, labels, once, step, random)
+    both = draw_fakes(generator(), 2 * once.batch_size, random)  # small batches of fakes are drawn together
+    for step, *fakes in zip((2, 3), *(part.split(once.batch_size) for part in both), strict=True):
+        _, expected = by_hand(model, images, labels, once, step, random, tuple(fakes))
         with torch.no_grad():
             for p, new in zip(model.parameters(), expected, strict=True):
                 p.copy_(new)
