@@ -9,7 +9,7 @@ from flwr.serverapp import ServerApp
 from torch import nn
 
 from fl_dpgan.config import Plan
-from fl_dpgan.federation import FedDPGAN, Policy, Records, Site, register
+from fl_dpgan.federation import FedDPGAN, Models, Policy, Records, Site, register
 from fl_dpgan.privacy.ledger import Ledger
 from fl_dpgan.runs import RunFolder
 
@@ -35,12 +35,12 @@ def networks():
 
 
 def site(context):
-    number, (g, d) = int(context.node_config["partition-id"]), networks()
+    number = int(context.node_config["partition-id"])
     labels = torch.arange(200) % 2
     stripes = torch.sin(torch.rand(200, 8, 8) + torch.arange(8) * (1 + labels)[:, None, None])
     name, policy, ledger = f"lab-{number}", Policy(declared_size=200), OUT / f"lab-{number}.sqlite"
     Ledger(ledger, policy.account(name)).close()  # made on the first call; at a real site, once: fl-dpgan site ledger
-    return Site(name, Records(stripes[:, None], labels), policy=policy, generator=g, discriminator=d, ledger=ledger,
+    return Site(name, Records(stripes[:, None], labels), policy=policy, models=Models(*networks()), ledger=ledger,
                 learning_rate=1e-3)  # fmt: skip
 
 

@@ -29,9 +29,13 @@ class TrainingConfig(_Section):
 
 
 class FederationConfig(_Section):
-    """Who must take part, and how long the server waits (seconds) for a round's answers."""
+    """Who must take part, and how long the server waits (seconds) for a round's answers.
+
+    `sites_per_node` is for simulations of many sites: so many share a Flower node, and its messages.
+    """
 
     sites: int = Field(3, ge=1, le=100_000)
+    sites_per_node: int = Field(1, ge=1, le=100_000)
     quorum: int = Field(2, ge=1)
     round_timeout: float = Field(600.0, gt=0)
 
@@ -40,6 +44,11 @@ class FederationConfig(_Section):
         if self.quorum > self.sites:
             raise ValueError(f"quorum = {self.quorum} is more than sites = {self.sites}; lower federation.quorum")
         return self
+
+    @property
+    def nodes(self) -> int:
+        """How many Flower nodes the sites are spread over."""
+        return -(-self.sites // self.sites_per_node)
 
 
 class Plan(_Section):

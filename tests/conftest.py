@@ -11,11 +11,13 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fl_dpgan.config import Plan
 from fl_dpgan.federation import FedDPGAN, Policy, Records, Site
+from fl_dpgan.federation.client import Pack
 from fl_dpgan.networks import Discriminator, Generator
 from fl_dpgan.privacy import engines, layers
 from fl_dpgan.privacy.entries import Account
 from fl_dpgan.privacy.ledger import Ledger, LedgerReader
 from fl_dpgan.runs import RunFolder
+from fl_dpgan.training.models import Models
 
 torch.set_num_threads(1)
 
@@ -60,8 +62,11 @@ class LocalGrid:
         return replies[::-1]  # answers arrive in no particular order
 
 
-def handler(site: Site) -> Callable[[Message], Message | None]:
-    return lambda m: site.hello(m) if m.metadata.message_type == MessageType.QUERY else site.train(m)
+def handler(*sites: Site) -> Callable[[Message], Message | None]:
+    """What answers the messages to a node that stands for these sites."""
+    pack = Pack(sites)
+    answers = {MessageType.QUERY: pack.hello, MessageType.TRAIN: pack.train, MessageType.EVALUATE: pack.evaluate}
+    return lambda message: answers[message.metadata.message_type](message)
 
 
 class Federation:
@@ -103,8 +108,7 @@ class Federation:
             f"site-{number}",
             Records(*(data or self.data(number))),
             policy=terms,
-            generator=generator,
-            discriminator=discriminator,
+            models=Models(generator, discriminator),
             ledger=self.ledger(number),
             learning_rate=1e-3,
             seed=self.plan.seed,

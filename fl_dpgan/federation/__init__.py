@@ -4,6 +4,7 @@ from fl_dpgan.federation.client import register
 from fl_dpgan.federation.site import Site
 from fl_dpgan.federation.strategy import FedDPGAN
 from fl_dpgan.privacy.policy import Policy
+from fl_dpgan.training.models import Models
 from fl_dpgan.training.records import Records
 
-__all__ = ["FedDPGAN", "Policy", "Records", "Site", "register"]
+__all__ = ["FedDPGAN", "Models", "Policy", "Records", "Site", "register"]

@@ -1,27 +1,69 @@
 """The Flower side of a site: its handlers, and the boundary that keeps a fault's text at the site."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 
+from fl_dpgan.errors import WireError
+from fl_dpgan.federation import wire
 from fl_dpgan.federation.site import Site
 
 _log = logging.getLogger(__name__)
 
 
-def register(app: ClientApp, site_of: Callable[[Context], Site]) -> None:
-    """Let a Flower ClientApp answer as the site that `site_of` builds from the context.
+class Pack:
+    """The sites behind one Flower node. A real node has one; in a simulation many may share a node's messages."""
 
-    Whatever fails, building the site included, is written to the site's own log, and the server is told that it failed
+    def __init__(self, sites: Iterable[Site]) -> None:
+        self._sites = {site.name: site for site in sites}
+
+    def hello(self, message: Message) -> Message:
+        """Introduce each site."""
+        parts = [(site.introduction().model_dump_json(), b"") for site in self._sites.values()]
+        return Message(wire.pack_parts(parts), reply_to=message)
+
+    def train(self, message: Message) -> Message:
+        """Answer each site's training request with D's weights."""
+        return self._answer(message, "discriminator_update")
+
+    def evaluate(self, message: Message) -> Message:
+        """Answer each site's request with a noised count of the images that a classifier gets right."""
+        return self._answer(message, "evaluation_count")
+
+    def _answer(self, message: Message, mechanism: str) -> Message:
+        sites = list(self._sites.values())
+        try:
+            requests = wire.unpack_parts(message)
+            if len(requests) > len(sites):
+                raise WireError(f"{len(requests)} requests to a node of {len(sites)} sites")
+            answers = [self._addressee(header).answer(header, body, mechanism) for header, body in requests]
+        except WireError as error:
+            answers = [site.refusal(0, "refused", "wire", str(error)) for site in sites]
+        return Message(wire.pack_parts(answers), reply_to=message)
+
+    def _addressee(self, header: str) -> Site:
+        """The site that a request names; any site refuses a request that names none here."""
+        first = next(iter(self._sites.values()))
+        try:
+            return self._sites.get(wire.parse(header, wire.Request).site, first)
+        except WireError:
+            return first
+
+
+def register(app: ClientApp, sites_of: Callable[[Context], Site | Iterable[Site]]) -> None:
+    """Let a Flower ClientApp answer as the site, or the sites, that `sites_of` builds from the context.
+
+    Whatever fails, building a site included, is written to the site's own log, and the server is told that it failed
     and no more: Flower would send it the exception's text, which may tell the number of records.
     """
 
-    def guarded(answer: Callable[[Site, Message], Message]) -> Callable[[Message, Context], Message]:
+    def guarded(answer: Callable[[Pack, Message], Message]) -> Callable[[Message, Context], Message]:
         def handle(message: Message, context: Context) -> Message:
             try:
-                return answer(site_of(context), message)
+                sites = sites_of(context)
+                return answer(Pack([sites] if isinstance(sites, Site) else sites), message)
             except Exception:
                 _log.exception("the site could not answer")
                 return Message(
@@ -30,6 +72,6 @@ def register(app: ClientApp, site_of: Callable[[Context], Site]) -> None:
 
         return handle
 
-    app.query()(guarded(Site.hello))
-    app.train()(guarded(Site.train))
-    app.evaluate()(guarded(Site.evaluate))
+    app.query()(guarded(Pack.hello))
+    app.train()(guarded(Pack.train))
+    app.evaluate()(guarded(Pack.evaluate))

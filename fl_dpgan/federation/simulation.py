@@ -31,6 +31,7 @@ from fl_dpgan.privacy.policy import Policy
 from fl_dpgan.privacy.units import Units
 from fl_dpgan.report.synthetic import sample_grid
 from fl_dpgan.runs import RunFolder
+from fl_dpgan.training.models import Models
 from fl_dpgan.training.records import Records, check_units
 
 OnRound = Callable[[dict[str, Any]], None]
@@ -98,10 +99,13 @@ def _parts(scenario: Scenario, images: ImageData) -> list[NDArray[np.int64]]:
 
 
 def _records(scenario: Scenario, images: ImageData, part: NDArray[np.int64]) -> Records:
-    mine = images.subset(part)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    mine, device = images.subset(part), _device()
     patients = mine.patients if scenario.privacy.unit == "patient" else None
     return Records(torch.from_numpy(mine.images).to(device), torch.from_numpy(mine.labels).to(device), patients)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def check(scenario: Scenario, data_dir: Path | None) -> None:
@@ -136,22 +140,27 @@ def policy(scenario: Scenario, index: int) -> Policy:
     )  # fmt: skip
 
 
+@lru_cache(maxsize=1)
+def _models(scenario: Scenario) -> Models:
+    """The networks that a process's sites share."""
+    model = scenario.model
+    counting = classifier(model.channels, model.size, model.num_classes)
+    return Models(*from_config(model, scenario.seed), counting, device=_device())
+
+
 @lru_cache(maxsize=4096)
 def simulated_site(job: Job, index: int) -> Site:
-    """The site of this partition; built once a process."""
+    """The site of this index; built once a process."""
     scenario = job.folder.scenario
     images, parts = split_data(scenario, job.data_dir)
-    generator, discriminator = from_config(scenario.model, scenario.seed)
-    model, terms, name = scenario.model, policy(scenario, index), f"site-{index}"
+    terms, name = policy(scenario, index), f"site-{index}"
     ledger = job.folder.ledger(name)
     Ledger(ledger, terms.account(name)).close()
     return Site(
         name,
         _records(scenario, images, parts[index]),
         policy=terms,
-        generator=generator,
-        discriminator=discriminator,
-        classifier=classifier(model.channels, model.size, model.num_classes),
+        models=_models(scenario),
         ledger=ledger,
         learning_rate=scenario.training.d_learning_rate,
         seed=scenario.seed,
@@ -159,8 +168,15 @@ def simulated_site(job: Job, index: int) -> Site:
 
 
 def register_sites(app: ClientApp, job_of: Callable[[Context], Job]) -> None:
-    """Let a Flower ClientApp answer as the simulated site of its node's partition."""
-    register(app, lambda context: simulated_site(job_of(context), int(context.node_config["partition-id"])))
+    """Let a Flower ClientApp answer as the simulated sites of its node's partition."""
+
+    def sites_of(context: Context) -> list[Site]:
+        job = job_of(context)
+        federation, node = job.folder.scenario.federation, int(context.node_config["partition-id"])
+        first = node * federation.sites_per_node
+        return [simulated_site(job, i) for i in range(first, min(first + federation.sites_per_node, federation.sites))]
+
+    register(app, sites_of)
 
 
 def serve(job: Job, grid: Grid, on_round: OnRound = lambda record: None) -> None:
@@ -212,7 +228,7 @@ def simulate(job: Job, on_round: OnRound = lambda record: None) -> None:
 
     gpus = scenario.simulation.gpu_fraction if torch.cuda.is_available() else 0.0
     _run_simulation(
-        num_supernodes=scenario.federation.sites,
+        num_supernodes=scenario.federation.nodes,
         exit_event=EventType.PYTHON_API_RUN_SIMULATION_LEAVE,
         client_app=client_app,
         server_app=server_app,

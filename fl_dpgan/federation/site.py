@@ -1,28 +1,24 @@
 """A site: it holds the data and the ledger, and answers a request by charging, then training, then releasing."""
 
-import copy
 import logging
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import Message
 from safetensors.torch import load, save
-from torch import nn
 
 from fl_dpgan.errors import BudgetError, DataError, LedgerError, PolicyError, WireError
 from fl_dpgan.federation import wire
 from fl_dpgan.privacy.accountant import Event
-from fl_dpgan.privacy.engines import fastest
 from fl_dpgan.privacy.entries import MAIN, Charge
-from fl_dpgan.privacy.gradients import check_separable, mixes_samples
 from fl_dpgan.privacy.ledger import Ledger, StoredAnswer
 from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.privacy.policy import Policy
 from fl_dpgan.privacy.verify import verify
 from fl_dpgan.training.discriminator import local_update
 from fl_dpgan.training.evaluation import noised_count
+from fl_dpgan.training.models import Models
 from fl_dpgan.training.records import Records
 from fl_dpgan.training.state import load_optimizer, optimizer_tensors
 
@@ -30,23 +26,21 @@ _log = logging.getLogger(__name__)
 
 
 class Site:
-    """Answers a federation's messages on behalf of one party.
+    """Answers a federation's requests on behalf of one party; `client` carries them to it and back.
 
     Args:
         name: the site's own name, stable over runs; it keys the ledger and the server's order of averaging.
         data: the site's records, never read outside the charged mechanisms.
         policy: what the site accepts; its declared size becomes public.
-        generator, discriminator: the federation's networks, of which only the shapes matter.
+        models: the federation's networks. Sites of one process may share them, one request at a time.
         ledger: path of the site's SQLite file, made once by `Ledger(path, policy.account(name))` or `fl-dpgan site
             ledger`. A site never makes one itself: a file that is lost must not become a new budget.
         learning_rate: of D's Adam optimiser.
-        classifier: takes part in evaluation counts, where the policy lets them leave.
         budget: which of the ledger's budgets these data are charged to.
         seed: for simulations only; left out, sampling and noise come from the operating system's entropy.
 
     Raises:
-        DataError: the data do not fit the policy, or have labels that the federation has not.
-        ConfigError: the discriminator mixes samples, or cannot be trained privately.
+        DataError: the data do not fit the policy or the networks, or have labels that the federation has not.
         LedgerError: there is no ledger, it does not verify, or it is kept on other terms than the policy's.
     """
 
@@ -56,16 +50,19 @@ class Site:
         data: Records,
         *,
         policy: Policy,
-        generator: nn.Module,
-        discriminator: nn.Module,
+        models: Models,
         ledger: Path,
         learning_rate: float,
-        classifier: nn.Module | None = None,
         budget: str = MAIN,
         seed: int | None = None,
     ) -> None:
         try:
-            data.check(policy.declared_size, int(generator.num_classes))  # type: ignore[arg-type]
+            data.check(policy.declared_size, models.num_classes)
+            if tuple(data.images.shape[1:]) != models.image_shape:
+                raise DataError(
+                    f"images of {tuple(data.images.shape[1:])} (channels, height, width), but the generator gives "
+                    f"{models.image_shape}; bring them to that shape"
+                )
             if data.units.name != policy.unit:
                 raise DataError(
                     f"the policy protects {policy.unit}s, the data give {data.units.name}s; "
@@ -73,61 +70,51 @@ class Site:
                 )
         except DataError as error:
             raise DataError(f"site {name}: {error}") from error
-        images = data.images
-        self.name, self._data, self._policy = name, data, policy
-        self._generator = copy.deepcopy(generator).to(images.device)
-        self._discriminator = copy.deepcopy(discriminator).to(images.device)
-        self._classifier = copy.deepcopy(classifier).to(images.device) if classifier else None
-        probe = torch.linspace(-1, 1, 2 * images[0].numel(), device=images.device).view(2, *images.shape[1:])
-        zeros = torch.zeros(2, dtype=torch.int64, device=images.device)
-        check_separable(self._discriminator, probe, zeros)
-        self._engine = fastest(self._discriminator, probe, zeros)
-        if self._classifier and mixes_samples(self._classifier.eval(), probe):
-            raise DataError(f"site {name}: the classifier's output for one image depends on another; use another")
+        self.name, self._data, self._policy, self._models = name, data, policy, models
         self._ledger_path, self._budget = ledger, budget
         self._learning_rate, self._seed = learning_rate, seed
         verify(ledger)
         with closing(self._open_ledger()) as opened:
             self._order = opened.account.order
 
-    def hello(self, message: Message) -> Message:
-        """Introduce the site: its name, declared size and unit, and the order of its ledger."""
+    def introduction(self) -> wire.Hello:
+        """The site's name, declared size and unit, and the order of its ledger."""
         policy = self._policy
-        hello = wire.Hello(site=self.name, declared_size=policy.declared_size, unit=policy.unit, order=self._order)
-        return Message(wire.pack(hello), reply_to=message)
+        return wire.Hello(site=self.name, declared_size=policy.declared_size, unit=policy.unit, order=self._order)
 
-    def train(self, message: Message) -> Message:
-        """Answer a training request with D's weights; whatever goes wrong, the answer speaks of public numbers."""
-        return self._reply(message, "discriminator_update")
+    def answer(self, header: str, tensors: bytes, mechanism: str) -> tuple[str, bytes]:
+        """The answer to one request: its header's JSON text, and D's weights or nothing.
 
-    def evaluate(self, message: Message) -> Message:
-        """Answer with a noised count of the images that a classifier trained on synthetic ones gets right."""
-        return self._reply(message, "evaluation_count")
+        Whatever goes wrong, the answer speaks of public numbers.
 
-    def _reply(self, message: Message, mechanism: str) -> Message:
+        Args:
+            header: a `wire.Request`'s JSON text. tensors: the networks' weights.
+            mechanism: what the message that brought them is for.
+        """
         number = 0
         try:
-            request, tensors = wire.unpack(message, wire.Request)
+            request = wire.parse(header, wire.Request)
             number = request.round
             if request.mechanism != mechanism:
                 raise WireError(f"a request for {request.mechanism} in a message for {mechanism}")
             answer = self._serve(request, tensors)
         except BudgetError as error:
-            return self._refusal(message, number, "withdrawn", error.rule, str(error))
+            return self.refusal(number, "withdrawn", error.rule, str(error))
         except PolicyError as error:
-            return self._refusal(message, number, "refused", error.rule, str(error))
+            return self.refusal(number, "refused", error.rule, str(error))
         except WireError as error:
-            return self._refusal(message, number, "refused", "wire", str(error))
+            return self.refusal(number, "refused", "wire", str(error))
         except Exception:
             # the boundary: Flower would send the exception's text to the server, and a text may quote a record
             _log.exception("site %s failed in round %d", self.name, number)
-            return self._refusal(message, number, "failed", "", "an error at the site, written to its own log")
-        return Message(wire.pack_text(answer.header, answer.body), reply_to=message)
+            return self.refusal(number, "failed", "", "an error at the site, written to its own log")
+        return answer.header, answer.body
 
-    def _refusal(self, message: Message, number: int, status: Any, rule: str, reason: str) -> Message:
+    def refusal(self, number: int, status: Any, rule: str, reason: str) -> tuple[str, bytes]:
+        """An answer without weights to the request of round `number`."""
         printable = "".join(c if c.isprintable() else "?" for c in reason)  # it may quote the request
         answer = wire.Answer(site=self.name, round=number, status=status, rule=rule, reason=printable[:1000])
-        return Message(wire.pack(answer), reply_to=message)
+        return answer.model_dump_json(), b""
 
     def _serve(self, request: wire.Request, tensors: bytes) -> StoredAnswer:
         if request.site != self.name:
@@ -157,36 +144,36 @@ class Site:
     def _update(
         self, ledger: Ledger, request: wire.Request, tensors: bytes, digest: str, before: StoredAnswer | None
     ) -> StoredAnswer:
-        plan = request.plan
-        wire.restore(tensors, discriminator=self._discriminator, generator=self._generator)
+        plan, models = request.plan, self._models
+        wire.restore(tensors, discriminator=models.discriminator, generator=models.generator)
         first_step = ledger.steps(request.run, budget=self._budget)
         state = load(before.state) if before else {}
         followed = float(state.pop("followed")) if "followed" in state else None
         head = self._charge(ledger, request, plan.event, plan.clipping_norm(first_step, followed))
-        optimizer = torch.optim.Adam(self._discriminator.parameters(), lr=self._learning_rate, betas=(0.5, 0.99))
+        optimizer = torch.optim.Adam(models.discriminator.parameters(), lr=self._learning_rate, betas=(0.5, 0.99))
         if state:
             load_optimizer(optimizer, state)
         followed = local_update(
-            self._discriminator, self._generator, optimizer, self._data, plan,
+            models.discriminator, models.generator, optimizer, self._data, plan,
             first_step=first_step, random=self._random(request.round, first_step), followed=followed,
-            engine=self._engine,
+            engine=models.engine,
         )  # fmt: skip
         kept = {key: value.cpu() for key, value in optimizer_tensors(optimizer).items()}
         if followed is not None:
             kept["followed"] = torch.tensor(followed, dtype=torch.float64)
         answer = wire.Answer(site=self.name, round=request.round, status="trained", head=head)
-        body = wire.dump_parameters(self._discriminator)
+        body = wire.dump_parameters(models.discriminator)
         return self._store(ledger, request, digest, answer, body, save(kept))
 
     def _count(self, ledger: Ledger, request: wire.Request, tensors: bytes, digest: str) -> StoredAnswer:
-        event = request.plan.evaluation
-        if event is None or self._classifier is None:
+        event, classifier = request.plan.evaluation, self._models.classifier
+        if event is None or classifier is None:
             raise PolicyError(
                 "mechanisms", "an evaluation count without noise in the plan, or without a classifier here"
             )
-        wire.restore(tensors, classifier=self._classifier)
+        wire.restore(tensors, classifier=classifier)
         head = self._charge(ledger, request, event, 0.0)
-        count = noised_count(self._classifier, self._data, event, self._random("evaluation", request.round))
+        count = noised_count(classifier, self._data, event, self._random("evaluation", request.round))
         answer = wire.Answer(site=self.name, round=request.round, status="counted", head=head, count=count)
         return self._store(ledger, request, digest, answer, b"", b"")
 

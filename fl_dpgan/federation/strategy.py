@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fl_dpgan.config import Plan
 from fl_dpgan.errors import ConfigError, FederationError, RunFolderError, WireError
 from fl_dpgan.federation import wire
-from fl_dpgan.federation.averaging import weighted_average
+from fl_dpgan.federation.averaging import RunningMean
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.runs import RunFolder
 from fl_dpgan.training.generator import GeneratorTrainer
@@ -84,7 +84,7 @@ class FedDPGAN(Strategy):
             ema_decay=training.ema_decay,
         )
         self.sites: dict[str, SiteRecord] = {}
-        self._asked: list[tuple[Message, str]] = []  # Flower gives a message its id when it sends it
+        self._asked: list[tuple[Message, list[str]]] = []  # Flower gives a message its id when it sends it
         self._memory: dict[str, dict[str, Any]] = {}
         self._done = 0
         self._outcomes: dict[str, dict[str, Any]] = {}
@@ -148,36 +148,41 @@ class FedDPGAN(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """One request per site that has not withdrawn, with D, G and the site's plan."""
+        """A request to each site that has not withdrawn, with its plan; one message a node, with D and G once."""
         tensors = wire.dump(discriminator=self.discriminator, generator=self._trainer.generator)
         return self._requests(server_round, tensors, "discriminator_update", MessageType.TRAIN)
 
     def _requests(self, number: int, tensors: bytes, mechanism: Any, message_type: str) -> Iterator[Message]:
         self._asked = []
+        nodes: dict[int, list[str]] = {}
         for name in sorted(self.sites):
-            site = self.sites[name]
-            if site.withdrawn:
-                continue
-            request = wire.Request(
-                run=self._run, round=number, site=name, plan=site.plan, mechanism=mechanism, anchor=site.head
-            )
-            message = Message(wire.pack(request, tensors), dst_node_id=site.node, message_type=message_type)
-            self._asked.append((message, name))
+            if not self.sites[name].withdrawn:
+                nodes.setdefault(self.sites[name].node, []).append(name)
+        for node, names in nodes.items():
+            requests = [
+                wire.Request(
+                    run=self._run, round=number, site=name, plan=self.sites[name].plan, mechanism=mechanism,
+                    anchor=self.sites[name].head,
+                )
+                for name in names
+            ]  # fmt: skip
+            content = wire.pack_parts([(request.model_dump_json(), tensors) for request in requests])
+            message = Message(content, dst_node_id=node, message_type=message_type)
+            self._asked.append((message, names))
             yield message
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average D over the sites that answered, in the order of their names, and train G; None below the quorum."""
-        states = self._read(server_round, replies)
-        if len(states) < self.plan.federation.quorum:
+        mean = self._average(server_round, replies)
+        if mean.count < self.plan.federation.quorum:
             return None, None
-        weights = {name: float(self.sites[name].plan.declared_size) for name in states}
-        self.discriminator.load_state_dict(weighted_average(states, weights), strict=False)  # buffers stay as they are
+        self.discriminator.load_state_dict(mean.result(), strict=False)  # buffers stay as they are
         loss = self._trainer.update(
             self.discriminator, self.plan.training.g_steps, seed=self.plan.seed * 1_000_003 + server_round
         )
-        return ArrayRecord(_state(self.discriminator)), MetricRecord({"sites": len(states), "g_loss": loss})
+        return ArrayRecord(_state(self.discriminator)), MetricRecord({"sites": mean.count, "g_loss": loss})
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -235,55 +240,62 @@ class FedDPGAN(Strategy):
     def _join(self, grid: Grid) -> None:
         federation = self.plan.federation
         deadline = time.monotonic() + federation.round_timeout
-        while len(nodes := sorted(grid.get_node_ids())) < federation.sites and time.monotonic() < deadline:
+        while len(nodes := sorted(grid.get_node_ids())) < federation.nodes and time.monotonic() < deadline:
             time.sleep(0.1)
         questions = [Message(RecordDict(), dst_node_id=n, message_type=MessageType.QUERY) for n in nodes]
         refusals = []
         for reply in grid.send_and_receive(questions, timeout=federation.round_timeout):
             try:
-                hello, _ = wire.unpack(reply, wire.Hello)
+                parts = wire.unpack_parts(reply)
+                if len(parts) > (most := federation.sites_per_node):
+                    raise WireError(f"a node introduces {len(parts)} sites; federation.sites_per_node is {most}")
             except WireError as error:
                 refusals.append(str(error))
                 continue
-            if hello.site in self.sites:
-                refusals.append(f"another node calls itself {hello.site} too; give each site a name of its own")
-                continue
-            try:
-                if hello.unit != self.plan.privacy.unit:
-                    raise ConfigError(f"site {hello.site} protects {hello.unit}s, the run {self.plan.privacy.unit}s")
-                # a resumed run goes on with the plan that the site has accepted
-                memory = self._memory.get(hello.site)
-                kept = (
-                    {**memory, "plan": SitePlan.model_validate(memory["plan"])}
-                    if memory
-                    else {"plan": self.plan.site_plan(hello.declared_size, hello.order)}
-                )
-            except ConfigError as error:
-                refusals.append(str(error))
-                continue
-            self.sites[hello.site] = SiteRecord(reply.metadata.src_node_id, **kept)
+            for header, _ in parts:
+                try:
+                    self._admit(wire.parse(header, wire.Hello), reply.metadata.src_node_id)
+                except (WireError, ConfigError) as error:
+                    refusals.append(str(error))
         if refusals:
             self._folder.log_round({"round": self._done, "not_joined": refusals})
         if len(self.sites) < federation.quorum:
             why = f" ({refusals[0]})" if refusals else ""
             raise FederationError(f"{len(self.sites)} sites joined, the quorum is {federation.quorum}{why}")
 
-    def _read(self, server_round: int, replies: Iterable[Message]) -> dict[str, dict[str, Tensor]]:
-        states: dict[str, dict[str, Tensor]] = {}
+    def _admit(self, hello: wire.Hello, node: int) -> None:
+        if hello.site in self.sites:
+            raise ConfigError(f"another node calls itself {hello.site} too; give each site a name of its own")
+        if hello.unit != self.plan.privacy.unit:
+            raise ConfigError(f"site {hello.site} protects {hello.unit}s, the run {self.plan.privacy.unit}s")
+        # a resumed run goes on with the plan that the site has accepted
+        memory = self._memory.get(hello.site)
+        kept = (
+            {**memory, "plan": SitePlan.model_validate(memory["plan"])}
+            if memory
+            else {"plan": self.plan.site_plan(hello.declared_size, hello.order)}
+        )
+        self.sites[hello.site] = SiteRecord(node, **kept)
+
+    def _average(self, server_round: int, replies: Iterable[Message]) -> RunningMean:
+        trained: dict[str, bytes] = {}
         for name, answer, tensors in self._answers(server_round, replies):
             if answer.status == "withdrawn":
                 self.sites[name].withdrawn = answer.reason
-            if answer.status != "trained":
-                continue
+            if answer.status == "trained":
+                trained[name] = tensors
+        mean = RunningMean()
+        for name in sorted(trained):  # one site's weights at a time are read, always in this order
             try:
-                states[name] = wire.read_parameters(tensors, self.discriminator)
-                self._check_moved(states[name])
+                state = wire.read_parameters(trained[name], self.discriminator)
+                self._check_moved(state)
             except WireError as error:
-                states.pop(name, None)
                 self._outcomes[name] = {"status": "left out", "reason": str(error)}
+                continue
+            mean.add(state, self.sites[name].plan.declared_size)
         for name in self._maybe_charged():
             self.sites[name].steps += self.sites[name].plan.d_steps
-        return {name: states[name] for name in sorted(states)}
+        return mean
 
     def _check_moved(self, state: dict[str, Tensor]) -> None:
         """Leave out weights that no honest site can have reached: one site must not be able to ruin the run.
@@ -311,22 +323,35 @@ class FedDPGAN(Strategy):
 
     def _answers(self, server_round: int, replies: Iterable[Message]) -> Iterator[tuple[str, wire.Answer, bytes]]:
         """The well-formed answers to what this round asked; notes each site's outcome and its ledger's head."""
-        self._outcomes = {name: {"status": "silent", "reason": "no answer in time"} for _, name in self._asked}
-        asked = {message.metadata.message_id: name for message, name in self._asked}
+        silent = {"status": "silent", "reason": "no answer in time"}
+        self._outcomes = {name: silent for _, names in self._asked for name in names}
+        asked = {message.metadata.message_id: names for message, names in self._asked}
         for reply in replies:
-            name = asked.get(reply.metadata.reply_to_message_id)
-            if name is None:
-                continue  # an answer to something this round did not ask
+            names = asked.pop(reply.metadata.reply_to_message_id, None)
+            if names is not None:  # else an answer to something this round did not ask
+                yield from self._parts(server_round, reply, set(names))
+
+    def _parts(self, server_round: int, reply: Message, waiting: set[str]) -> Iterator[tuple[str, wire.Answer, bytes]]:
+        """A node's answers for the sites that are waited for; those without a well-formed one are left out."""
+        problem = "the node did not answer for this site"
+        try:
+            parts = wire.unpack_parts(reply)
+        except WireError as error:
+            parts, problem = [], str(error)
+        for header, tensors in parts:
             try:
-                answer, tensors = wire.unpack(reply, wire.Answer)
-                if answer.site != name or answer.round != server_round:
+                answer = wire.parse(header, wire.Answer)
+                if answer.site not in waiting or answer.round != server_round:
                     raise WireError(f"an answer for site {answer.site}, round {answer.round}")
             except WireError as error:
-                self._outcomes[name] = {"status": "left out", "reason": str(error)}
+                problem = str(error)
                 continue
-            self._outcomes[name] = {"status": answer.status, "rule": answer.rule, "reason": answer.reason}
-            self.sites[name].head = answer.head or self.sites[name].head
-            yield name, answer, tensors
+            waiting.remove(answer.site)
+            self._outcomes[answer.site] = {"status": answer.status, "rule": answer.rule, "reason": answer.reason}
+            self.sites[answer.site].head = answer.head or self.sites[answer.site].head
+            yield answer.site, answer, tensors
+        for name in waiting:
+            self._outcomes[name] = {"status": "left out", "reason": problem}
 
     def _stop_or_raise(self, number: int) -> None:
         left = [name for name, site in self.sites.items() if not site.withdrawn]

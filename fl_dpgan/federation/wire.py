@@ -4,6 +4,7 @@ A site sends the fields of `LEAVES` and nothing else; each says why it may leave
 """
 
 import hashlib
+from collections.abc import Sequence
 from typing import Annotated, Literal, TypeVar
 
 import torch
@@ -95,17 +96,20 @@ H = TypeVar("H", bound=_Header)
 
 
 def pack(header: BaseModel, tensors: bytes = b"") -> RecordDict:
-    """A message's content from a header and serialised tensors."""
-    return pack_text(header.model_dump_json(), tensors)
+    """A message's content from one header and its serialised tensors."""
+    return pack_parts([(header.model_dump_json(), tensors)])
 
 
-def pack_text(header: str, tensors: bytes) -> RecordDict:
-    """A message's content from a header's JSON text: the stored answer of a repeated request, byte for byte."""
-    return RecordDict({_RECORD: ConfigRecord({"header": header, "tensors": tensors})})
+def pack_parts(parts: Sequence[tuple[str, bytes]]) -> RecordDict:
+    """A message's content from several headers' JSON texts, each with its tensors; tensors of all alike travel once."""
+    headers, tensors = [header for header, _ in parts], [body for _, body in parts]
+    if all(body is tensors[0] for body in tensors):
+        tensors = tensors[:1]
+    return RecordDict({_RECORD: ConfigRecord({"headers": headers, "tensors": tensors})})
 
 
-def unpack(message: Message, kind: type[H]) -> tuple[H, bytes]:
-    """The header, validated, and the serialised tensors.
+def unpack_parts(message: Message) -> list[tuple[str, bytes]]:
+    """Each header's JSON text and the tensors that go with it.
 
     Raises:
         WireError: the message has another form.
@@ -113,14 +117,42 @@ def unpack(message: Message, kind: type[H]) -> tuple[H, bytes]:
     if message.has_error():
         raise WireError(f"no answer: {message.error.reason or 'the node is unreachable'}")
     record = message.content.config_records.get(_RECORD)
-    header, tensors = (record.get("header"), record.get("tensors")) if record else (None, None)
-    if not isinstance(header, str) or not isinstance(tensors, bytes):
-        raise WireError(f"a message without the record {_RECORD!r} of a header and tensors")
+    headers, tensors = (record.get("headers"), record.get("tensors")) if record else (None, None)
+    if (
+        not isinstance(headers, list)
+        or not isinstance(tensors, list)
+        or not all(isinstance(header, str) for header in headers)
+        or not all(isinstance(body, bytes) for body in tensors)
+        or not headers
+        or len(tensors) not in (1, len(headers))
+    ):
+        raise WireError(f"a message without the record {_RECORD!r} of headers, with tensors for each or for all")
+    return list(zip(headers, tensors * len(headers) if len(tensors) == 1 else tensors, strict=True))  # type: ignore[arg-type]
+
+
+def parse(header: str, kind: type[H]) -> H:
+    """A header from its JSON text.
+
+    Raises:
+        WireError: it is not one of this kind.
+    """
     try:
-        return kind.model_validate_json(header), tensors
+        return kind.model_validate_json(header)
     except ValidationError as error:
         problem = error.errors(include_input=False)[0]
         raise WireError(f"a malformed {kind.__name__}: {problem['loc']}: {problem['msg']}") from error
+
+
+def unpack(message: Message, kind: type[H]) -> tuple[H, bytes]:
+    """The only header of a message, validated, and its serialised tensors.
+
+    Raises:
+        WireError: the message has another form, or more parts than one.
+    """
+    (header, tensors), *more = unpack_parts(message)
+    if more:
+        raise WireError(f"{1 + len(more)} headers where one is expected")
+    return parse(header, kind), tensors
 
 
 def digest(header: BaseModel, tensors: bytes) -> str:

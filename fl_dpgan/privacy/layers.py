@@ -161,7 +161,7 @@ class _ConvolutionGradients:
     def sums(self) -> dict[Tensor, Tensor]:
         layer = self._layer
         weight = self._sum.view(layer.out_channels, *layer.kernel_size, layer.in_channels).permute(0, 3, 1, 2)
-        found: dict[Tensor, Tensor] = {layer.weight: weight}
+        found: dict[Tensor, Tensor] = {layer.weight: weight.contiguous()}
         return found if layer.bias is None else found | {layer.bias: self._bias_sum}
 
     def _cut(self, inputs: Tensor, rows: int, columns: int) -> Tensor:

@@ -65,7 +65,7 @@ class Hostile:
         content = self.content
         if content is None:
             text = self.text or json.dumps(self.header)
-            content = RecordDict({"fl_dpgan": ConfigRecord({"header": text, "tensors": self.bytes_of_tensors()})})
+            content = RecordDict({"fl_dpgan": ConfigRecord({"headers": [text], "tensors": [self.bytes_of_tensors()]})})
         message = Message(content, dst_node_id=1, message_type=kind)
         message.metadata.__dict__["_message_id"] = "sent"
         if self.error:
@@ -304,15 +304,20 @@ def _other_text(source: random.Random, hostile: Hostile) -> None:
 
 def _other_content(source: random.Random, hostile: Hostile) -> None:
     text, body = json.dumps(hostile.header), hostile.bytes_of_tensors()
-    record = {"header": text, "tensors": body}
+    record = {"headers": [text], "tensors": [body]}
     hostile.content = source.choice(
         [
             RecordDict(),
             RecordDict({"other": ConfigRecord(record)}),
-            RecordDict({"fl_dpgan": ConfigRecord({"header": text.encode(), "tensors": body})}),
-            RecordDict({"fl_dpgan": ConfigRecord({"header": text, "tensors": "x"})}),
-            RecordDict({"fl_dpgan": ConfigRecord({"header": [1.0, 2.0], "tensors": 7})}),
-            RecordDict({"fl_dpgan": ConfigRecord({"header": text})}),
+            RecordDict({"fl_dpgan": ConfigRecord({"headers": [text.encode()], "tensors": [body]})}),
+            RecordDict({"fl_dpgan": ConfigRecord({"headers": text, "tensors": body})}),
+            RecordDict({"fl_dpgan": ConfigRecord({"headers": [text], "tensors": ["x"]})}),
+            RecordDict({"fl_dpgan": ConfigRecord({"headers": [1.0, 2.0], "tensors": 7})}),
+            RecordDict({"fl_dpgan": ConfigRecord({"headers": [text]})}),
+            RecordDict({"fl_dpgan": ConfigRecord({"headers": [text], "tensors": []})}),
+            RecordDict({"fl_dpgan": ConfigRecord({"headers": [], "tensors": [body]})}),
+            RecordDict({"fl_dpgan": ConfigRecord({"headers": [text, text], "tensors": [body]})}),
+            RecordDict({"fl_dpgan": ConfigRecord({"headers": [text], "tensors": [body, body]})}),
             RecordDict({"fl_dpgan": ConfigRecord({**record, "seed": 1})}),
             RecordDict({"fl_dpgan": ConfigRecord(record), "more": ConfigRecord({"seed": 1})}),
         ]

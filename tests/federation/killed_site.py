@@ -11,10 +11,12 @@ from flwr.app import Message, MessageType
 
 from fl_dpgan.federation import Policy, Records, Site, wire
 from fl_dpgan.federation import site as site_module
+from fl_dpgan.federation.client import Pack
 from fl_dpgan.networks import Discriminator, Generator
 from fl_dpgan.privacy import ledger as ledger_module
 from fl_dpgan.privacy.ledger import Ledger
 from fl_dpgan.privacy.plan import PrivacyConfig, SitePlan
+from fl_dpgan.training.models import Models
 
 SIZE = 40
 #: What a process has done last, in the order in which it comes to pass. Creation has three moments: nothing is written
@@ -40,14 +42,12 @@ def networks() -> tuple[Generator, Discriminator]:
 
 def new_site(ledger: Path) -> Site:
     """A site as it is deployed: without a seed."""
-    generator, discriminator = networks()
     images = torch.rand(SIZE, 1, 28, 28, generator=torch.Generator().manual_seed(1)) * 2 - 1
     return Site(
         "site-0",
         Records(images, torch.arange(SIZE) % 2),
         policy=POLICY,
-        generator=generator,
-        discriminator=discriminator,
+        models=Models(*networks()),
         ledger=ledger,
         learning_rate=1e-3,
     )
@@ -86,8 +86,8 @@ def serve(ledger: Path, first: int, points: int, answers: int, stall: str, seed:
     number = first
     while True:
         reached("asked")
-        content = site.train(request(number)).content.config_records["fl_dpgan"]
-        header, tensors = str(content["header"]).encode(), bytes(content["tensors"])
+        content = Pack([site]).train(request(number)).content.config_records["fl_dpgan"]
+        header, tensors = str(content["headers"][0]).encode(), bytes(content["tensors"][0])
         reached("sending")
         os.write(answers, struct.pack("<III", number, len(header), len(tensors)) + header + tensors)
         reached("sent")

@@ -12,15 +12,17 @@ from safetensors.torch import load, save
 from torch import nn
 
 from fl_dpgan.config import Plan
-from fl_dpgan.errors import ConfigError, DataError
+from fl_dpgan.errors import ConfigError
 from fl_dpgan.federation import FedDPGAN, Policy, Records, Site, wire
 from fl_dpgan.federation import site as site_module
+from fl_dpgan.federation.client import Pack
 from fl_dpgan.privacy.accountant import Event
 from fl_dpgan.privacy.ledger import Ledger, LedgerReader
 from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.privacy.verify import verify
 from fl_dpgan.runs import RunFolder
-from tests.conftest import LocalGrid, grid_sent
+from fl_dpgan.training.models import Models
+from tests.conftest import LocalGrid, grid_sent, handler
 
 BOTH = ("discriminator_update", "evaluation_count")
 
@@ -33,11 +35,6 @@ class Linear(nn.Sequential):
         with torch.no_grad():
             self[1].weight.zero_()
             self[1].weight[0, 0], self[1].weight[1, 0] = -1.0, 1.0
-
-
-def handler(site):
-    answers = {MessageType.QUERY: site.hello, MessageType.TRAIN: site.train, MessageType.EVALUATE: site.evaluate}
-    return lambda message: answers[message.metadata.message_type](message)
 
 
 class Counting:
@@ -53,7 +50,6 @@ class Counting:
     def site(self, number):
         images, labels = self.fed.data(number, self.size)
         images[:, 0, 0, 0] = torch.where(torch.arange(self.size) < self.right, 1.0, -1.0) * (labels * 2 - 1)
-        generator, discriminator = self.fed.networks()
         eps_max = self.plan.privacy.eps_max
         policy = Policy(
             declared_size=self.size, mechanisms=self.mechanisms, delta=min(1e-5, 0.1 / self.size), eps_max=eps_max,
@@ -62,8 +58,8 @@ class Counting:
         Ledger(self.path(number), policy.account(f"site-{number}")).close()
         return Site(
             f"site-{number}", Records(images, labels), policy=policy,
-            generator=generator, discriminator=discriminator, classifier=self.classifier and self.classifier(),
-            ledger=self.path(number), learning_rate=1e-3, seed=0,
+            models=Models(*self.fed.networks(), self.classifier and self.classifier()), ledger=self.path(number),
+            learning_rate=1e-3, seed=0,
         )  # fmt: skip
 
     def path(self, number=0):
@@ -121,27 +117,27 @@ def test_invariant_1_a_policy_by_default_refuses_a_count_and_still_trains(federa
 
 def test_a_site_without_a_classifier_refuses_by_name(federation):
     counting = Counting(federation(), classifier=None)
-    answer, _ = wire.unpack(counting.sites[0].evaluate(counting.question()), wire.Answer)
+    answer, _ = wire.unpack(Pack([counting.sites[0]]).evaluate(counting.question()), wire.Answer)
     assert (answer.status, answer.rule, answer.count) == ("refused", "mechanisms", None)
 
 
 def test_a_plan_without_noise_for_the_count_gets_none(federation):
     counting = Counting(federation(), evaluation_noise=None)
-    answer, _ = wire.unpack(counting.sites[0].evaluate(counting.question()), wire.Answer)
+    answer, _ = wire.unpack(Pack([counting.sites[0]]).evaluate(counting.question()), wire.Answer)
     assert (answer.status, answer.rule, answer.count) == ("refused", "mechanisms", None)
     assert counting.ledger().charges() == []
 
 
 def test_the_answer_is_the_count_by_hand(federation):
     counting = Counting(federation())
-    reply = counting.sites[0].evaluate(counting.question())
+    reply = Pack([counting.sites[0]]).evaluate(counting.question())
     answer, body = wire.unpack(reply, wire.Answer)
     noise = KeyedGenerator.from_seed(0, "site-0", "evaluation", 1).normal(1)[0] * 4.0 / 2
     grid = 4.0 / 1024
     assert answer.count == round((30 - 40 / 2 + noise) / grid) * grid
     assert answer.count == pytest.approx(30 - 40 / 2 + noise, abs=grid / 2)
     assert (answer.status, body) == ("counted", b"")
-    header = json.loads(reply.content.config_records["fl_dpgan"]["header"])
+    header = json.loads(reply.content.config_records["fl_dpgan"]["headers"][0])
     assert set(header) == set(wire.LEAVES["Answer"]) - {"tensors"}
 
 
@@ -155,7 +151,7 @@ def test_invariant_2_a_count_is_charged_durably_before_it_is_taken(federation, m
         raise RuntimeError("30 of 40")
 
     monkeypatch.setattr(site_module, "noised_count", crash)
-    answer, _ = wire.unpack(counting.sites[0].evaluate(counting.question()), wire.Answer)
+    answer, _ = wire.unpack(Pack([counting.sites[0]]).evaluate(counting.question()), wire.Answer)
     assert (answer.status, answer.count) == ("failed", None)
     assert "30" not in answer.reason
     assert len(counting.ledger().charges()) == 1
@@ -165,13 +161,13 @@ def test_invariant_2_a_repeated_question_gets_the_same_bytes_and_no_second_charg
     counting = Counting(federation())
     question = counting.question()
     counting.sites[0]._seed = None  # fresh entropy: a second draw would differ
-    first = counting.sites[0].evaluate(question).content.config_records["fl_dpgan"]
+    first = Pack([counting.sites[0]]).evaluate(question).content.config_records["fl_dpgan"]
     later = counting.site(0)  # a new process
     later._seed = None
-    assert later.evaluate(question).content.config_records["fl_dpgan"] == first
+    assert Pack([later]).evaluate(question).content.config_records["fl_dpgan"] == first
     assert len(counting.ledger().charges()) == 1
     other = {name: tensor * 2 for name, tensor in load(wire.dump(classifier=Linear())).items()}
-    answer, _ = wire.unpack(later.evaluate(counting.question(body=save(other))), wire.Answer)
+    answer, _ = wire.unpack(Pack([later]).evaluate(counting.question(body=save(other))), wire.Answer)
     assert (answer.status, answer.rule, answer.count) == (
         "refused",
         "repeated",
@@ -182,7 +178,7 @@ def test_invariant_2_a_repeated_question_gets_the_same_bytes_and_no_second_charg
 
 def test_a_question_in_a_message_of_another_kind_is_refused_uncharged(federation):
     counting = Counting(federation())
-    answer, _ = wire.unpack(counting.sites[0].train(counting.question()), wire.Answer)
+    answer, _ = wire.unpack(Pack([counting.sites[0]]).train(counting.question()), wire.Answer)
     assert (answer.status, answer.rule) == ("refused", "wire")
     assert verify(counting.path()).entries == 1  # the account alone
 
@@ -191,7 +187,7 @@ def test_a_question_in_a_message_of_another_kind_is_refused_uncharged(federation
 def test_invariant_7_weights_that_are_not_finite_are_refused_and_uncharged(federation, value):
     counting = Counting(federation())
     body = save({name: torch.full_like(t, value) for name, t in load(wire.dump(classifier=Linear())).items()})
-    answer, _ = wire.unpack(counting.sites[0].evaluate(counting.question(body=body)), wire.Answer)
+    answer, _ = wire.unpack(Pack([counting.sites[0]]).evaluate(counting.question(body=body)), wire.Answer)
     assert (answer.status, answer.rule) == ("refused", "wire")
     assert counting.ledger().charges() == []
 
@@ -199,7 +195,7 @@ def test_invariant_7_weights_that_are_not_finite_are_refused_and_uncharged(feder
 def test_invariant_7_finite_weights_whose_outputs_overflow_get_a_finite_answer(federation):
     counting = Counting(federation())
     body = save({name: torch.full_like(t, 3e38) for name, t in load(wire.dump(classifier=Linear())).items()})
-    answer, _ = wire.unpack(counting.sites[0].evaluate(counting.question(body=body)), wire.Answer)
+    answer, _ = wire.unpack(Pack([counting.sites[0]]).evaluate(counting.question(body=body)), wire.Answer)
     assert answer.status == "counted"
     assert abs(answer.count) < 20 + 10 * 2
 
@@ -273,7 +269,7 @@ class Mixing(nn.Module):
 
 
 def test_a_classifier_whose_output_depends_on_other_images_is_refused(federation):
-    with pytest.raises(DataError, match="depends on another"):
+    with pytest.raises(ConfigError, match="depends on another"):
         Counting(federation(), classifier=Mixing)
 
 
@@ -336,5 +332,5 @@ def test_a_count_is_on_the_grid_of_its_noise(federation):
     counting = Counting(federation())
     counting.sites[0]._seed = None
     for number in range(1, 6):
-        answer, _ = wire.unpack(counting.sites[0].evaluate(counting.question(round_number=number)), wire.Answer)
+        answer, _ = wire.unpack(Pack([counting.sites[0]]).evaluate(counting.question(round_number=number)), wire.Answer)
         assert (answer.count * 1024 / 4.0).is_integer()

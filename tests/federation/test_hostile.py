@@ -22,11 +22,13 @@ from torch import nn
 from fl_dpgan.config import Plan
 from fl_dpgan.errors import WireError
 from fl_dpgan.federation import FedDPGAN, Policy, Records, Site, wire
+from fl_dpgan.federation.client import Pack
 from fl_dpgan.networks import Discriminator, Generator
 from fl_dpgan.privacy.ledger import Ledger
 from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.privacy.verify import verify
 from fl_dpgan.runs import RunFolder
+from fl_dpgan.training.models import Models
 
 BLOCKS, BLOCK = 40, 250  # 10,000 requests; each block has sites and ledgers of its own
 SIZE = 12
@@ -154,9 +156,7 @@ class Victim:
             "site-0",
             self.data,
             policy=POLICY,
-            generator=generator,
-            discriminator=discriminator,
-            classifier=classifier,
+            models=Models(generator, discriminator, classifier),
             ledger=self.ledger,
             learning_rate=1e-3,
             seed=seed,
@@ -166,11 +166,11 @@ class Victim:
         before = Books(self.ledger)
         self.data.reads, self.data.unpaid, self.data.charges_before = [], 0, before.charges
         Draws.normals = 0
-        reply = getattr(self.site, hostile.method)(hostile.message())
+        reply = getattr(Pack([self.site]), hostile.method)(hostile.message())
         header, body = wire.unpack(reply, wire.Hello if hostile.method == "hello" else wire.Answer)
         (record,) = reply.content.values()
-        text = record["header"]
-        assert set(reply.content) == {"fl_dpgan"} and set(record) == {"header", "tensors"}
+        text = record["headers"][0]
+        assert set(reply.content) == {"fl_dpgan"} and set(record) == {"headers", "tensors"}
         assert set(json.loads(text)) == set(wire.LEAVES[type(header).__name__]) - {"tensors"}
         outcome = Outcome(header, text, body, before, Books(self.ledger), self.data.reads, Draws.normals)
         self.check(hostile, outcome)
@@ -260,7 +260,7 @@ def genuine(victim: Victim, path: Path) -> tuple[Hostile, Hostile]:
     strategy = FedDPGAN(
         PLAN, generator, discriminator, folder=RunFolder(path), run="test", train_classifier=lambda *_: classifier
     )
-    grid = LocalGrid({1: victim.site.hello})
+    grid = LocalGrid({1: Pack([victim.site]).hello})
     strategy._join(grid)
     (update,) = strategy.configure_train(10, None, None, grid)
     (count,) = strategy.configure_evaluate(10, None, None, grid)
@@ -425,7 +425,7 @@ def test_invariant_1_a_count_carries_noise_of_the_charged_sigma(tmp_path):
 
 
 def site_reply(victim: Victim, hostile: Hostile) -> wire.Answer:
-    header, _ = wire.unpack(getattr(victim.site, hostile.method)(hostile.message()), wire.Answer)
+    header, _ = wire.unpack(getattr(Pack([victim.site]), hostile.method)(hostile.message()), wire.Answer)
     return header
 
 
@@ -459,7 +459,7 @@ def test_invariant_8_no_message_has_a_say_in_the_randomness(tmp_path, monkeypatc
         hostile.header["run"] = f"run-{number}"
         kind = wire.Hello if hostile.method == "hello" else wire.Answer
         for victim in victims:
-            header, body = wire.unpack(getattr(victim.site, hostile.method)(hostile.message()), kind)
+            header, body = wire.unpack(getattr(Pack([victim.site]), hostile.method)(hostile.message()), kind)
             status = getattr(header, "status", "")
             assert status != "failed", hostile.done
             bodies += [body] if status == "trained" else []

@@ -19,6 +19,7 @@ from killed_site import POINTS, WINDOW, new_site, read_answers, request, serve
 
 from fl_dpgan.errors import LedgerError
 from fl_dpgan.federation import wire
+from fl_dpgan.federation.client import Pack
 from fl_dpgan.privacy.ledger import Ledger
 from fl_dpgan.privacy.verify import verify
 
@@ -124,8 +125,8 @@ class Custody:
             last = ledger.last_answer("kill")
             stored = last if last and last.request.startswith(f"kill/{number}/") else None
         before = self.charges
-        record = new_site(self.path).train(request(number)).content.config_records["fl_dpgan"]
-        header, tensors = str(record["header"]), bytes(record["tensors"])
+        record = Pack([new_site(self.path)]).train(request(number)).content.config_records["fl_dpgan"]
+        header, tensors = str(record["headers"][0]), bytes(record["tensors"][0])
         charges = sum(kind == "charge" for _, kind, _, _ in entries(self.path))
         assert charges == before + (stored is None)
         if stored:

@@ -2,17 +2,17 @@
 
 import numpy as np
 import pytest
-from flwr.app import MessageType
 from PIL import Image
 
 from fl_dpgan.config import parse_scenario
 from fl_dpgan.errors import ConfigError, DataError
 from fl_dpgan.federation import FedDPGAN, simulation, wire
+from fl_dpgan.federation.client import Pack
 from fl_dpgan.networks import from_config
 from fl_dpgan.privacy.ledger import LedgerReader
 from fl_dpgan.privacy.verify import verify
 from fl_dpgan.runs import RunFolder
-from tests.conftest import LocalGrid
+from tests.conftest import LocalGrid, handler
 
 PATIENTS = 40  # of 1, 2, 3 or 4 images: 100 images
 
@@ -82,12 +82,7 @@ def test_invariant_11_patients_from_the_manifest_to_the_ledgers_account(tmp_path
     simulation.check(chosen, folder)
     sites = [simulation.simulated_site(made, index) for index in (0, 1)]
     assert [len(site._data.units) for site in sites] == [20, 20]
-    grid = LocalGrid(
-        {
-            n: (lambda m, s=site: s.hello(m) if m.metadata.message_type == MessageType.QUERY else s.train(m))
-            for n, site in enumerate(sites, start=10)
-        }
-    )
+    grid = LocalGrid({n: handler(site) for n, site in enumerate(sites, start=10)})
     strategy = FedDPGAN(chosen, *from_config(chosen.model, 0), folder=RunFolder(made.out), run="patients")
     strategy.start(grid)
     for name in ("site-0", "site-1"):
@@ -101,7 +96,7 @@ def test_invariant_11_patients_from_the_manifest_to_the_ledgers_account(tmp_path
 
 def test_a_simulated_site_says_that_it_protects_patients(tmp_path, folder, federation):
     site = simulation.simulated_site(job(tmp_path, scenario(), folder), 0)
-    hello, _ = wire.unpack(site.hello(federation("other").request()), wire.Hello)
+    hello, _ = wire.unpack(Pack([site]).hello(federation("other").request()), wire.Hello)
     assert (hello.unit, hello.declared_size, hello.order) == ("patient", 15, scenario().site_plan(15).order)
 
 

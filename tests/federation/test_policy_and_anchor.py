@@ -18,11 +18,13 @@ from fl_dpgan.config import Plan
 from fl_dpgan.errors import DataError, FederationError, LedgerError
 from fl_dpgan.federation import FedDPGAN, Policy, Records, Site, register, wire
 from fl_dpgan.federation import site as site_module
+from fl_dpgan.federation.client import Pack
 from fl_dpgan.privacy.accountant import ORDERS, Event
 from fl_dpgan.privacy.entries import Charge, Declaration
 from fl_dpgan.privacy.ledger import Ledger, LedgerReader
 from fl_dpgan.privacy.verify import verify
 from fl_dpgan.runs import RunFolder
+from fl_dpgan.training.models import Models
 from tests.conftest import grid_sent
 
 
@@ -42,11 +44,10 @@ def renewed(fed, number=0, **terms):
 
 def bare(fed, number=0, *, name=None, data=None, **terms):
     """A site as its own people build it: nobody makes a ledger first."""
-    generator, discriminator = fed.networks()
     return Site(
         name or f"site-{number}", Records(*(data or fed.data(number))),
-        policy=Policy.model_validate({"declared_size": 40, **terms}), generator=generator,
-        discriminator=discriminator, ledger=ledger_path(fed, number), learning_rate=1e-3, seed=0,
+        policy=Policy.model_validate({"declared_size": 40, **terms}), models=Models(*fed.networks()),
+        ledger=ledger_path(fed, number), learning_rate=1e-3, seed=0,
     )  # fmt: skip
 
 
@@ -65,7 +66,7 @@ def statuses(record):
 
 
 def ask(site, message):
-    return wire.unpack(site.train(message), wire.Answer)[0]
+    return wire.unpack(Pack([site]).train(message), wire.Answer)[0]
 
 
 def changed(message, **fields):
@@ -215,7 +216,7 @@ def test_invariant_6_the_order_is_the_sites_own_and_the_plan_follows_it(federati
     assert LedgerReader(ledger_path(fed)).account.order == expected
     asked, _ = wire.unpack(fed.request(), wire.Request)
     assert asked.plan.order == expected
-    assert wire.unpack(site.hello(fed.request()), wire.Hello)[0].order == expected
+    assert wire.unpack(Pack([site]).hello(fed.request()), wire.Hello)[0].order == expected
     fed.strategy().start(fed.grid())
     assert statuses(rounds(fed)[0])["site-0"] == ("trained", "")
     assert LedgerReader(ledger_path(fed)).account.order == expected
@@ -232,17 +233,16 @@ def test_invariant_6_an_order_that_is_not_the_accountants_joins_no_run_and_is_no
     header, tensors = wire.unpack(message, wire.Request)
     raw = header.model_dump(mode="json")
     raw["plan"]["order"] = order
-    message.content = wire.pack_text(json.dumps(raw), tensors)
+    message.content = wire.pack_parts([(json.dumps(raw), tensors)])
     answer = ask(fed.sites[0], grid_sent(message))
     assert (answer.status, answer.rule) == ("refused", "wire")
     assert charges(fed) == []
 
 
 def archive(fed, declared_size=20, records=20):
-    generator, discriminator = fed.networks()
     return Site(
-        "site-0", Records(*fed.data(0, records)), policy=Policy(declared_size=declared_size), generator=generator,
-        discriminator=discriminator, ledger=ledger_path(fed), learning_rate=1e-3, budget="archive", seed=0,
+        "site-0", Records(*fed.data(0, records)), policy=Policy(declared_size=declared_size),
+        models=Models(*fed.networks()), ledger=ledger_path(fed), learning_rate=1e-3, budget="archive", seed=0,
     )  # fmt: skip
 
 
@@ -306,7 +306,7 @@ def test_a_ledger_of_other_terms_that_is_put_in_later_is_not_charged(federation)
     fed = federation()
     message = fed.request()
     renewed(fed, eps_max=11.0)
-    header, tensors = wire.unpack(fed.sites[0].train(message), wire.Answer)
+    header, tensors = wire.unpack(Pack([fed.sites[0]]).train(message), wire.Answer)
     assert (header.status, header.head, tensors) == ("failed", "", b"")
     assert charges(fed) == []
 
@@ -359,7 +359,7 @@ def test_a_ledger_that_is_deleted_is_never_made_anew_whether_or_not_the_server_r
     again = fed.request(round_number=2)
     ledger_path(fed).unlink()
     for anchor, expected in (("", ("failed", "")), (first.head, ("refused", "anchor"))):
-        header, tensors = wire.unpack(fed.sites[0].train(changed(again, anchor=anchor)), wire.Answer)
+        header, tensors = wire.unpack(Pack([fed.sites[0]]).train(changed(again, anchor=anchor)), wire.Answer)
         assert (header.status, header.rule, header.head, tensors) == (*expected, "", b"")
         assert list(ledger_path(fed).parent.glob("site-0*")) == []
 
@@ -460,7 +460,7 @@ def test_invariant_2_a_trigger_that_swallows_charges_stops_every_release(federat
         db.execute(f"CREATE TRIGGER entries_more {IGNORE}")
     with closing(Ledger(ledger_path(fed))) as ledger, pytest.raises(LedgerError, match="did not keep a charge"):
         ledger.charge(Charge(Event(0.1, 1.5, 1), 1.0, "test", 1, "q1", 6.0, "plan"))
-    header, tensors = wire.unpack(fed.sites[0].train(message), wire.Answer)
+    header, tensors = wire.unpack(Pack([fed.sites[0]]).train(message), wire.Answer)
     assert (header.status, header.head, tensors) == ("failed", "", b"")
     assert charges(fed) == []
     with pytest.raises(LedgerError, match="triggers that no ledger has: entries_more"):
@@ -526,9 +526,9 @@ def test_invariant_1_every_field_that_leaves_is_listed_with_a_reason_and_no_othe
 
 def test_invariant_1_tensors_leave_with_a_trained_answer_alone(federation):
     fed = federation()
-    assert wire.unpack(fed.sites[0].hello(fed.request()), wire.Hello)[1] == b""
+    assert wire.unpack(Pack([fed.sites[0]]).hello(fed.request()), wire.Hello)[1] == b""
     message = changed(fed.request(), site="other")
-    header, tensors = wire.unpack(fed.sites[0].train(message), wire.Answer)
+    header, tensors = wire.unpack(Pack([fed.sites[0]]).train(message), wire.Answer)
     assert (header.status, header.rule, header.count, tensors) == ("refused", "wire", None, b"")
 
 
@@ -555,11 +555,11 @@ def test_invariant_1_what_fails_at_a_site_is_told_to_its_own_log_alone(federatio
         ledger_path(fed).unlink()
     method = {MessageType.QUERY: "hello", MessageType.TRAIN: "train", MessageType.EVALUATE: "evaluate"}[kind]
 
-    def breaks(site, message):
+    def breaks(pack, message):
         raise RuntimeError("record 31 of 40")
 
     if fault == "the answer":
-        monkeypatch.setattr(Site, method, breaks)
+        monkeypatch.setattr(Pack, method, breaks)
     app = ClientApp()
     register(app, lambda context: bare(fed, data=fed.data(0, 31) if fault == "too few records" else None))
     context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})

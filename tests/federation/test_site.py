@@ -11,6 +11,7 @@ from torch import nn
 from fl_dpgan.errors import ConfigError, DataError
 from fl_dpgan.federation import site as site_module
 from fl_dpgan.federation import wire
+from fl_dpgan.federation.client import Pack
 from fl_dpgan.privacy.ledger import LedgerReader
 
 
@@ -29,7 +30,7 @@ def events(federation, number=0):
 
 def test_a_trained_answer_holds_the_discriminator_and_one_event_per_round(federation):
     fed = federation()
-    header, tensors = answer(fed.sites[0].train(fed.request()))
+    header, tensors = answer(Pack([fed.sites[0]]).train(fed.request()))
     assert header.status == "trained"
     assert {k.removeprefix("discriminator.") for k in load(tensors)} == set(fed.networks()[1].state_dict())
     assert [row.event.count for row in events(fed)] == [2]
@@ -43,7 +44,7 @@ def test_invariant_2_charge_is_durable_before_training_and_a_crash_after_it_stay
         raise RuntimeError("killed between charge and release")
 
     monkeypatch.setattr(site_module, "local_update", crash)
-    header, tensors = answer(fed.sites[0].train(fed.request()))
+    header, tensors = answer(Pack([fed.sites[0]]).train(fed.request()))
     assert header.status == "failed"
     assert tensors == b""
     assert "killed" not in header.reason
@@ -53,8 +54,8 @@ def test_invariant_2_charge_is_durable_before_training_and_a_crash_after_it_stay
 def test_invariant_2_a_repeated_request_gets_the_stored_bytes_and_no_second_charge(federation):
     fed = federation()
     request = fed.request()
-    first = answer(fed.sites[0].train(request))
-    again = answer(fed.site(0).train(request))  # a new process: nothing but the ledger is shared
+    first = answer(Pack([fed.sites[0]]).train(request))
+    again = answer(Pack([fed.site(0)]).train(request))  # a new process: nothing but the ledger is shared
     assert again == first
     assert len(events(fed)) == 1
 
@@ -62,11 +63,11 @@ def test_invariant_2_a_repeated_request_gets_the_stored_bytes_and_no_second_char
 def test_a_request_repeated_with_other_content_is_refused(federation):
     fed = federation()
     request = fed.request()
-    fed.sites[0].train(request)
+    Pack([fed.sites[0]]).train(request)
     header, tensors = wire.unpack(request, wire.Request)
     changed = {name: tensor + 1 if tensor.is_floating_point() else tensor for name, tensor in load(tensors).items()}
     request.content = wire.pack(header, save(changed))
-    header, _ = answer(fed.sites[0].train(request))
+    header, _ = answer(Pack([fed.sites[0]]).train(request))
     assert header.status == "refused"
     assert len(events(fed)) == 1
 
@@ -76,8 +77,8 @@ def test_a_request_lost_after_its_charge_is_charged_again(federation, monkeypatc
     request = fed.request()
     with monkeypatch.context() as patch:
         patch.setattr(site_module, "local_update", lambda *a, **k: 1 / 0)
-        fed.sites[0].train(request)
-    header, _ = answer(fed.sites[0].train(request))
+        Pack([fed.sites[0]]).train(request)
+    header, _ = answer(Pack([fed.sites[0]]).train(request))
     assert header.status == "trained"
     assert len(events(fed)) == 2
 
@@ -85,7 +86,7 @@ def test_a_request_lost_after_its_charge_is_charged_again(federation, monkeypatc
 def test_a_site_that_has_spent_its_budget_withdraws_and_says_how_many_steps_fit(federation):
     fed = federation()
     site = fed.sites[0] = fed.site(0, eps_max=0.5)
-    header, tensors = answer(site.train(fed.request()))
+    header, tensors = answer(Pack([site]).train(fed.request()))
     assert (header.status, tensors) == ("withdrawn", b"")
     assert "0 would still fit" in header.reason
     assert events(fed) == []
@@ -97,7 +98,7 @@ def test_invariant_7_a_record_that_overflows_changes_neither_whether_nor_how_a_s
         fed = federation(name)
         images, labels = fed.data(0)
         images[0] = value
-        header, tensors = answer(fed.site(0, data=(images, labels)).train(fed.request()))
+        header, tensors = answer(Pack([fed.site(0, data=(images, labels))]).train(fed.request()))
         header = header.model_copy(update={"head": ""})  # a hash over the time too
         outcomes.append((header, {k: (v.shape, bool(v.isfinite().all())) for k, v in load(tensors).items()}))
     assert outcomes[0] == outcomes[1]
@@ -106,12 +107,12 @@ def test_invariant_7_a_record_that_overflows_changes_neither_whether_nor_how_a_s
 
 def test_invariant_1_an_answer_has_the_listed_fields_and_no_other(federation):
     fed = federation()
-    reply = fed.sites[0].train(fed.request())
+    reply = Pack([fed.sites[0]]).train(fed.request())
     (name,) = reply.content.keys()
     record = reply.content.config_records[name]
-    assert set(record) == {"header", "tensors"}
-    assert set(json.loads(record["header"])) == set(wire.LEAVES["Answer"]) - {"tensors"}
-    hello = json.loads(fed.sites[0].hello(fed.request()).content.config_records[name]["header"])
+    assert set(record) == {"headers", "tensors"}
+    assert set(json.loads(record["headers"][0])) == set(wire.LEAVES["Answer"]) - {"tensors"}
+    hello = json.loads(Pack([fed.sites[0]]).hello(fed.request()).content.config_records[name]["headers"][0])
     assert hello == {
         "site": "site-0",
         "declared_size": 40,
@@ -123,7 +124,7 @@ def test_invariant_1_an_answer_has_the_listed_fields_and_no_other(federation):
 
 def test_invariant_5_the_answer_to_a_hello_shows_the_declared_size_whatever_the_data_hold(federation):
     fed = federation()
-    shown = [wire.unpack(fed.site(0, data=fed.data(0, n)).hello(fed.request()), wire.Hello)[0] for n in (38, 40, 57)]
+    shown = [fed.site(0, data=fed.data(0, n)).introduction() for n in (38, 40, 57)]
     assert shown[0] == shown[1] == shown[2]
 
 
@@ -136,7 +137,7 @@ def test_invariant_4_a_plan_out_of_range_is_refused_uncharged(federation, field,
     raw = json.loads(header.model_dump_json())
     raw["plan"][field] = value
     request.content = RecordDict({"fl_dpgan": ConfigRecord({"header": json.dumps(raw), "tensors": tensors})})
-    answered, _ = answer(fed.sites[0].train(request))
+    answered, _ = answer(Pack([fed.sites[0]]).train(request))
     assert answered.status == "refused"
     assert events(fed) == []
 
@@ -158,7 +159,7 @@ def test_invariant_9_weights_that_do_not_fit_are_refused_uncharged(federation, s
         state["more"] = torch.zeros(1)
     body = {"rubbish": b"\x00\xff" * 40, "pickle": b"\x80\x04N."}.get(spoil) or save(state)
     request.content = wire.pack(header, body)
-    answered, _ = answer(fed.sites[0].train(request))
+    answered, _ = answer(Pack([fed.sites[0]]).train(request))
     assert answered.status == "refused"
     assert events(fed) == []
 
@@ -170,7 +171,7 @@ def test_a_message_of_another_form_is_refused(federation, content):
     fed = federation()
     request = fed.request()
     request.content = content
-    assert answer(fed.sites[0].train(request))[0].status == "refused"
+    assert answer(Pack([fed.sites[0]]).train(request))[0].status == "refused"
 
 
 def test_data_that_fall_short_of_the_declared_size_do_not_join(federation):
@@ -208,7 +209,7 @@ def test_invariant_8_a_site_without_a_seed_draws_from_the_operating_system(feder
     for name in ("a", "b"):
         fed = federation(name)
         fed.sites[0]._seed = None
-        bodies.append(answer(fed.sites[0].train(fed.request()))[1])
+        bodies.append(answer(Pack([fed.sites[0]]).train(fed.request()))[1])
     assert bodies[0] != bodies[1]
 
 
@@ -246,6 +247,6 @@ def test_invariant_1_buffers_do_not_leave_with_the_parameters(federation, monkey
     generator, discriminator = fed.networks()[0], Scaled()
     monkeypatch.setattr(fed, "networks", lambda: (generator, discriminator))
     fed.sites = {0: fed.site(0), 1: fed.site(1)}
-    header, tensors = answer(fed.sites[0].train(fed.request()))
+    header, tensors = answer(Pack([fed.sites[0]]).train(fed.request()))
     assert header.status == "trained"
     assert set(load(tensors)) == {name for name, _ in discriminator.named_parameters()}

@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 
 from fl_dpgan.errors import ConfigError, FederationError, RunFolderError
 from fl_dpgan.federation import wire
-from fl_dpgan.federation.averaging import weighted_average
+from fl_dpgan.federation.averaging import RunningMean
 from fl_dpgan.privacy.ledger import Ledger
 from fl_dpgan.runs import RunFolder
 from tests.conftest import handler
@@ -56,8 +56,10 @@ def scaled(value):
 
 @given(st.lists(st.tuples(st.floats(-100, 100), st.floats(0.5, 10)), min_size=1, max_size=6))
 def test_average_is_the_weighted_mean(pairs):
-    states = {str(i): {"w": torch.tensor([x])} for i, (x, _) in enumerate(pairs)}
-    mean = weighted_average(states, {str(i): w for i, (_, w) in enumerate(pairs)})["w"].item()
+    running = RunningMean()
+    for x, w in pairs:
+        running.add({"w": torch.tensor([x])}, w)
+    mean = running.result()["w"].item()
     by_hand = sum(x * w for x, w in pairs) / sum(w for _, w in pairs)
     assert mean == pytest.approx(by_hand, rel=1e-5, abs=1e-5)
 
