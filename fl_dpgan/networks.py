@@ -4,6 +4,7 @@ Radford et al., arXiv 1511.06434, with one deliberate difference: the discrimina
 mixes the samples of a batch and so voids per-sample clipping.
 """
 
+import math
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -104,24 +105,49 @@ class Discriminator(nn.Module):
     ) -> None:
         super().__init__()
         side, halvings = _pyramid(size)
-        layers: list[nn.Module] = []
-        self.num_classes, self.labels_at = num_classes, labels
-        fan_in = channels + (num_classes if labels == "input" else 0)
-        for level in range(halvings):
-            fan_out = width * 2**level
-            layers += [nn.Conv2d(fan_in, fan_out, _KERNEL, 2, 1), nn.LeakyReLU(0.2)]
-            fan_in = fan_out
-        self.features = nn.Sequential(*layers, nn.Flatten())
-        self.head = nn.Linear(fan_in * side * side, 1 if labels == "input" else num_classes)
+        layers: list[nn.Module] = [nn.Conv2d(channels, width, _KERNEL, 2, 1)]
+        for level in range(1, halvings):
+            layers += [nn.LeakyReLU(0.2), nn.Conv2d(width * 2 ** (level - 1), width * 2**level, _KERNEL, 2, 1)]
+        self.features = nn.Sequential(*layers, nn.LeakyReLU(0.2), nn.Flatten())
+        out_features = width * 2 ** (halvings - 1) * side * side
+        self.maps = _LabelMaps(num_classes, width, size) if labels == "input" else None
+        self.head = nn.Linear(out_features, num_classes if self.maps is None else 1)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         """(n, channels, size, size) in [-1, 1] and (n,) to logits (n,)."""
-        if self.labels_at == "input":
-            onehot = nn.functional.one_hot(labels, self.num_classes).to(images)
-            maps = onehot[:, :, None, None].expand(-1, -1, *images.shape[2:])
-            images, labels = torch.cat([images, maps], dim=1), torch.zeros_like(labels)
-        logits: Tensor = self.head(self.features(images))
-        return logits.gather(1, labels.unsqueeze(1)).squeeze(1)
+        if self.maps is None:
+            logits: Tensor = self.head(self.features(images))
+            return logits.gather(1, labels.unsqueeze(1)).squeeze(1)
+        first, *rest = self.features
+        hidden = first(images) + self.maps(labels)
+        for layer in rest:
+            hidden = layer(hidden)
+        scores: Tensor = self.head(hidden)
+        return scores.squeeze(1)
+
+
+class _LabelMaps(nn.Module):
+    """What D's first convolution makes of one map per class, which is 1 where the label says so and 0 elsewhere.
+
+    Such a map is constant, so a kernel's sum over it is that of its taps that lie on the image: one product in place of
+    a convolution over as many channels as there are classes.
+    """
+
+    def __init__(self, num_classes: int, width: int, size: int) -> None:
+        super().__init__()
+        self.num_classes, self.width = num_classes, width
+        self.weight = nn.Linear(num_classes, width * _KERNEL**2, bias=False)
+        on_image = nn.functional.unfold(torch.ones(1, 1, size, size), _KERNEL, padding=1, stride=2)[0]
+        self.on_image: Tensor  # (taps, places)
+        self.register_buffer("on_image", on_image, persistent=False)
+
+    def forward(self, labels: Tensor) -> Tensor:
+        """(n,) to maps (n, width, size / 2, size / 2)."""
+        onehot = nn.functional.one_hot(labels, self.num_classes).to(self.on_image.dtype)
+        taps = self.weight(onehot).view(len(labels), self.width, -1)
+        side = math.isqrt(self.on_image.shape[1])
+        maps: Tensor = (taps @ self.on_image).view(len(labels), self.width, side, side)
+        return maps
 
 
 def from_config(model: "ModelConfig", seed: int) -> tuple[nn.Module, nn.Module]:

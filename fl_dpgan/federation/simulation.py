@@ -21,6 +21,7 @@ from fl_dpgan.config import Scenario
 from fl_dpgan.data import ImageData, load, partition
 from fl_dpgan.errors import ConfigError, DataError
 from fl_dpgan.evaluation.utility import classifier, classifier_of
+from fl_dpgan.federation import cluster
 from fl_dpgan.federation.client import register
 from fl_dpgan.federation.reaper import watch
 from fl_dpgan.federation.site import Site
@@ -113,7 +114,9 @@ def check(scenario: Scenario, data_dir: Path | None) -> None:
 
     Raises:
         ConfigError: a site's plan is impossible. DataError: as for `split_data`, or a site falls short of its size.
+        ConfigError, FederationError: RAY_ADDRESS names no cluster, as for `cluster.address`.
     """
+    cluster.address()
     for index in range(scenario.federation.sites):
         scenario.site_plan(scenario.declared_size(index))
     images, parts = split_data(scenario, data_dir)
@@ -203,16 +206,23 @@ def serve(job: Job, grid: Grid, on_round: OnRound = lambda record: None) -> None
 
 
 def simulate(job: Job, on_round: OnRound = lambda record: None) -> None:
-    """Run the scenario in the job's folder on Ray, in this process and its workers; nothing stays behind.
+    """Run the scenario in the job's folder on Ray: in this process and its workers, of which none stays behind.
+
+    Where RAY_ADDRESS names a cluster, the workers are on its nodes.
 
     Raises:
         FlDpganError: the data, the plan or the federation is at fault.
     """
     scenario = job.folder.scenario
     check(scenario, job.data_dir)
-    os.environ.update(FLWR_TELEMETRY_ENABLED="0", RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
+    # the last: under `uv run`, Ray would upload the working directory to every node
+    os.environ.update(
+        FLWR_TELEMETRY_ENABLED="0", RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+        RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
+    )  # fmt: skip
     _log_to_file(job.out / "flower.log")
     watch()
+    cluster.connect(job.out, job.data_dir)
 
     client_app, server_app = ClientApp(), ServerApp()
     register_sites(client_app, lambda context: job)
@@ -223,19 +233,17 @@ def simulate(job: Job, on_round: OnRound = lambda record: None) -> None:
 
     # Flower's own engine, called as `flwr run` calls it. The public `run_simulation` is deprecated, and `flwr run`
     # needs a checkout and leaves a daemon behind; the version range in pyproject.toml pins what is called here.
+    import ray
     from flwr.simulation.run_simulation import _run_simulation
     from flwr.supercore.telemetry import EventType
 
-    gpus = scenario.simulation.gpu_fraction if torch.cuda.is_available() else 0.0
+    gpus = scenario.simulation.gpu_fraction if ray.cluster_resources().get("GPU") else 0.0
     _run_simulation(
         num_supernodes=scenario.federation.nodes,
         exit_event=EventType.PYTHON_API_RUN_SIMULATION_LEAVE,
         client_app=client_app,
         server_app=server_app,
-        backend_config={
-            "init_args": {"logging_level": "error", "log_to_driver": False},
-            "client_resources": {"num_cpus": 1, "num_gpus": gpus},
-        },
+        backend_config={"client_resources": {"num_cpus": 1, "num_gpus": gpus}},
     )
 
 

@@ -144,13 +144,12 @@ class _ConvolutionGradients:
         self._bias_sum = layer.weight.new_zeros(layer.out_channels)
 
     def take(self, inputs: Tensor, gradients: Tensor, count: int) -> Tensor:
-        out_channels, places = gradients.shape[1], gradients.shape[2] * gradients.shape[3]
-        patches = self._cut(inputs, gradients.shape[2], gradients.shape[3]).view(len(inputs), places, self._taps)
-        rows = gradients.permute(0, 2, 3, 1).reshape(len(inputs), places, out_channels)
+        left = gradients.flatten(2)  # (n, out_channels, places), whichever way the channels lie
+        patches = self._cut(inputs, gradients.shape[2], gradients.shape[3]).view(len(inputs), -1, self._taps)
         if len(self._held) != len(inputs):
-            self._held = rows.new_empty(len(inputs), out_channels, self._taps)
-        torch.bmm(rows.transpose(1, 2), patches, out=self._held)
-        self._biases = rows.sum(1)
+            self._held = left.new_empty(len(inputs), left.shape[1], self._taps)
+        torch.bmm(left, patches, out=self._held)
+        self._biases = left.sum(2)
         squares = _squares(self._held[:count])
         return squares if self._layer.bias is None else squares + _squares(self._biases[:count])
 
