@@ -68,7 +68,9 @@ class LayerEngine:
                 raise ConfigError(
                     f"{type(layer).__name__} is not a plain convolution or linear layer; use OpacusEngine"
                 )
-        held = sum(4 * layer.weight.numel() for layer in self._layers if isinstance(layer, nn.Conv2d))
+        convolutions = [layer for layer in self._layers if isinstance(layer, nn.Conv2d)]
+        self._last_convolution = convolutions[-1] if convolutions else None
+        held = sum(4 * layer.weight.numel() for layer in convolutions)
         device = next(discriminator.parameters()).device.type
         self._samples = min(max(_HELD.get(device, 2**26) // max(held, 1), 1), _LARGEST)
         self._seen: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
@@ -116,8 +118,17 @@ class LayerEngine:
             layer.add(factors)
         return torch.where(finite, norms, torch.inf)
 
-    def _remember(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def _remember(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """Note what goes through a layer, and have it go on in the layout that what follows is fastest with.
+
+        Between convolutions channels lie last, which of a grey image's only channel cannot be seen; after the last one
+        they lie first, as whatever flattens them wants.
+        """
+        if isinstance(layer, nn.Conv2d):
+            last = layer is self._last_convolution
+            output = output.contiguous(memory_format=torch.contiguous_format if last else torch.channels_last)
         self._seen[layer].append((inputs[0].detach(), output))
+        return output
 
 
 def _plain(layer: nn.Conv2d) -> bool:
