@@ -66,6 +66,11 @@ class RunFolder:
             raise RunFolderError(f"{file} is damaged ({error}); the run cannot be read") from error
         return parse_scenario(raw)
 
+    @property
+    def shards(self) -> Path:
+        """Where a simulation's records lie while it runs."""
+        return self.path / "shards"
+
     def ledger(self, site: str) -> Path:
         """Where a site of this name keeps its ledger in a simulation."""
         return self.path / "ledgers" / f"{site}.sqlite"

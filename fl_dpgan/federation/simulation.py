@@ -21,7 +21,7 @@ from fl_dpgan.config import Scenario
 from fl_dpgan.data import ImageData, load, partition
 from fl_dpgan.errors import ConfigError, DataError
 from fl_dpgan.evaluation.utility import classifier, classifier_of
-from fl_dpgan.federation import cluster
+from fl_dpgan.federation import cluster, shards
 from fl_dpgan.federation.client import register
 from fl_dpgan.federation.reaper import watch
 from fl_dpgan.federation.site import Site
@@ -51,7 +51,7 @@ class Job:
         return RunFolder.open(self.out)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=1)
 def split_data(scenario: Scenario, data_dir: Path | None) -> tuple[ImageData, list[NDArray[np.int64]]]:
     """The training images and each site's indices, checked against what the scenario declares.
 
@@ -99,9 +99,8 @@ def _parts(scenario: Scenario, images: ImageData) -> list[NDArray[np.int64]]:
     return parts if members is None else [np.flatnonzero(np.isin(members, part)) for part in parts]
 
 
-def _records(scenario: Scenario, images: ImageData, part: NDArray[np.int64]) -> Records:
-    mine, device = images.subset(part), _device()
-    patients = mine.patients if scenario.privacy.unit == "patient" else None
+def _records(scenario: Scenario, mine: ImageData) -> Records:
+    device, patients = _device(), mine.patients if scenario.privacy.unit == "patient" else None
     return Records(torch.from_numpy(mine.images).to(device), torch.from_numpy(mine.labels).to(device), patients)
 
 
@@ -155,13 +154,12 @@ def _models(scenario: Scenario) -> Models:
 def simulated_site(job: Job, index: int) -> Site:
     """The site of this index; built once a process."""
     scenario = job.folder.scenario
-    images, parts = split_data(scenario, job.data_dir)
     terms, name = policy(scenario, index), f"site-{index}"
     ledger = job.folder.ledger(name)
     Ledger(ledger, terms.account(name)).close()
     return Site(
         name,
-        _records(scenario, images, parts[index]),
+        _records(scenario, shards.read(job.folder.shards, index)),
         policy=terms,
         models=_models(scenario),
         ledger=ledger,
@@ -185,6 +183,7 @@ def register_sites(app: ClientApp, job_of: Callable[[Context], Job]) -> None:
 def serve(job: Job, grid: Grid, on_round: OnRound = lambda record: None) -> None:
     """The server's part of a simulation: run the strategy in the job's folder to its end."""
     scenario, folder = job.folder.scenario, job.folder
+    check(scenario, job.data_dir)
     model, settings = scenario.model, scenario.evaluation
     generator, discriminator = from_config(model, scenario.seed)
     name = f"{scenario.name}-{hashlib.sha256(scenario.model_dump_json().encode()).hexdigest()[:12]}"
@@ -202,7 +201,11 @@ def serve(job: Job, grid: Grid, on_round: OnRound = lambda record: None) -> None
         scenario, generator, discriminator, folder=folder, run=name, on_round=after_round,
         train_classifier=train_on_synthetic,
     )  # fmt: skip
-    strategy.start(grid)
+    shards.write(folder.shards, *split_data(scenario, job.data_dir))
+    try:
+        strategy.start(grid)
+    finally:
+        shards.remove(folder.shards)
 
 
 def simulate(job: Job, on_round: OnRound = lambda record: None) -> None:

@@ -2,13 +2,16 @@
 
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from opacus.grad_sample import GradSampleModule
 from torch import Tensor, nn
 
 from fl_dpgan.errors import ConfigError
 from fl_dpgan.privacy.clipping import ClippingRule
+
+if TYPE_CHECKING:
+    from opacus.grad_sample import GradSampleModule
 
 # images need no gradient here, which PyTorch says at every step of Opacus' hooks
 warnings.filterwarnings("ignore", message="Full backward hook is firing")
@@ -62,12 +65,14 @@ def mixes_samples(module: nn.Module, images: Tensor, *others: Tensor) -> bool:
     return not torch.allclose(outputs[0], outputs[1], rtol=1e-4, atol=1e-5)
 
 
-def per_sample(module: nn.Module) -> GradSampleModule:
+def per_sample(module: nn.Module) -> "GradSampleModule":
     """Wrap a discriminator so that a backward pass of a summed loss leaves `grad_sample` (n, *shape) on its parameters.
 
     Raises:
         ConfigError: Opacus has no per-sample gradient for one of its layers.
     """
+    from opacus.grad_sample import GradSampleModule  # takes seconds, and most discriminators do without
+
     try:
         return GradSampleModule(module, loss_reduction="sum", strict=True)
     except (NotImplementedError, ValueError) as error:

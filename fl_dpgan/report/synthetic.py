@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
-from torchvision.utils import make_grid
 
 from fl_dpgan.config import Scenario
 from fl_dpgan.errors import ConfigError, RunFolderError
@@ -44,6 +43,8 @@ def to_pixels(images: Tensor) -> NDArray[np.uint8]:
 
 def sample_grid(generator: nn.Module, scenario: Scenario, *, per_class: int = 10, shown: int = 20) -> Image.Image:
     """A grid with a row per class (the first `shown`), the label before each row."""
+    from torchvision.utils import make_grid  # takes seconds, which a site's process need not spend
+
     classes = min(scenario.model.num_classes, shown)
     labels = torch.arange(classes).repeat_interleave(per_class)
     grid = make_grid((draw(generator, labels, seed=scenario.seed) + 1) / 2, nrow=per_class, padding=2, pad_value=1.0)

@@ -6,7 +6,7 @@ from PIL import Image
 
 from fl_dpgan.config import parse_scenario
 from fl_dpgan.errors import ConfigError, DataError
-from fl_dpgan.federation import FedDPGAN, simulation, wire
+from fl_dpgan.federation import FedDPGAN, shards, simulation, wire
 from fl_dpgan.federation.client import Pack
 from fl_dpgan.networks import from_config
 from fl_dpgan.privacy.ledger import LedgerReader
@@ -56,8 +56,9 @@ def folder(tmp_path):
 
 
 def job(tmp_path, chosen, folder):
-    RunFolder.create(tmp_path / "run", chosen)
-    return simulation.Job(tmp_path / "run", folder)
+    made = simulation.Job(RunFolder.create(tmp_path / "run", chosen).path, folder)
+    shards.write(made.folder.shards, *simulation.split_data(chosen, folder))
+    return made
 
 
 @pytest.mark.parametrize("sites", [1, 2, 5])

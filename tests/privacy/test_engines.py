@@ -249,9 +249,10 @@ def test_nothing_is_left_on_the_discriminator(engine):
 def test_a_discriminator_that_wants_its_channels_first_is_left_to_opacus():
     class Viewing(Plain):
         def forward(self, images, labels):
-            return self.layers(images).view(len(images), -1).sum(1)
+            hidden = self.layers[0](images)
+            return self.layers[1](hidden.view(len(images), -1).view(hidden.shape)).flatten(1).sum(1)
 
-    model = Viewing(nn.Conv2d(2, 3, 3), nn.LeakyReLU(0.2))
+    model = Viewing(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 3, 3))
     assert fastest(model, *batch(4, 2, 12)[:2]) is OpacusEngine
 
 
