@@ -190,7 +190,7 @@ def _run(folder: Any, job: Any) -> None:
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, interrupted)
-        run_simulation(job, on_round)
+        run_simulation(job, on_round, lambda chosen: progress.console.print(str(chosen), highlight=False))
 
 
 def _finish(folder: Any) -> None:

@@ -97,9 +97,9 @@ class ModelConfig(_Section):
 
 
 class SimulationConfig(_Section):
-    """What a simulated site takes of the machine, and per-site budgets where they differ from the run's share."""
+    """A process's share of a GPU, where it is not to be estimated, and per-site budgets that differ from the run's."""
 
-    gpu_fraction: float = Field(0.25, ge=0, le=1)
+    gpu_fraction: float | None = Field(None, gt=0, le=1)
     eps_max: tuple[float, ...] | None = None
 
 

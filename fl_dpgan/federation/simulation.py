@@ -21,7 +21,7 @@ from fl_dpgan.config import Scenario
 from fl_dpgan.data import ImageData, load, partition
 from fl_dpgan.errors import ConfigError, DataError
 from fl_dpgan.evaluation.utility import classifier, classifier_of
-from fl_dpgan.federation import cluster, shards
+from fl_dpgan.federation import cluster, resources, shards
 from fl_dpgan.federation.client import register
 from fl_dpgan.federation.reaper import watch
 from fl_dpgan.federation.site import Site
@@ -208,10 +208,14 @@ def serve(job: Job, grid: Grid, on_round: OnRound = lambda record: None) -> None
         shards.remove(folder.shards)
 
 
-def simulate(job: Job, on_round: OnRound = lambda record: None) -> None:
+def simulate(
+    job: Job,
+    on_round: OnRound = lambda record: None,
+    on_start: Callable[[resources.Resources], None] = lambda chosen: None,
+) -> None:
     """Run the scenario in the job's folder on Ray: in this process and its workers, of which none stays behind.
 
-    Where RAY_ADDRESS names a cluster, the workers are on its nodes.
+    Where RAY_ADDRESS names a cluster, the workers are on its nodes. `on_start` is told how many there are.
 
     Raises:
         FlDpganError: the data, the plan or the federation is at fault.
@@ -236,17 +240,22 @@ def simulate(job: Job, on_round: OnRound = lambda record: None) -> None:
 
     # Flower's own engine, called as `flwr run` calls it. The public `run_simulation` is deprecated, and `flwr run`
     # needs a checkout and leaves a daemon behind; the version range in pyproject.toml pins what is called here.
-    import ray
     from flwr.simulation.run_simulation import _run_simulation
     from flwr.supercore.telemetry import EventType
 
-    gpus = scenario.simulation.gpu_fraction if ray.cluster_resources().get("GPU") else 0.0
+    chosen = resources.choose(
+        resources.machines(),
+        nodes=scenario.federation.nodes,
+        parameters=sum(p.numel() for module in from_config(scenario.model, 0) for p in module.parameters()),
+        gpu_fraction=scenario.simulation.gpu_fraction,
+    )
+    on_start(chosen)
     _run_simulation(
         num_supernodes=scenario.federation.nodes,
         exit_event=EventType.PYTHON_API_RUN_SIMULATION_LEAVE,
         client_app=client_app,
         server_app=server_app,
-        backend_config={"client_resources": {"num_cpus": 1, "num_gpus": gpus}},
+        backend_config={"client_resources": {"num_cpus": chosen.threads, "num_gpus": chosen.gpu_fraction}},
     )
 
 
