@@ -63,6 +63,10 @@ class Site:
                     f"images of {tuple(data.images.shape[1:])} (channels, height, width), but the generator gives "
                     f"{models.image_shape}; bring them to that shape"
                 )
+            if data.images.device != models.device:
+                raise DataError(
+                    f"images on {data.images.device}, networks on {models.device}; give Models the images' device"
+                )
             if data.units.name != policy.unit:
                 raise DataError(
                     f"the policy protects {policy.unit}s, the data give {data.units.name}s; "

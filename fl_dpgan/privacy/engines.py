@@ -9,7 +9,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from fl_dpgan.errors import ConfigError
 from fl_dpgan.privacy.clipping import ClippingRule, Fixed
-from fl_dpgan.privacy.gradients import clipped_sum, per_sample
+from fl_dpgan.privacy.gradients import clipped_sum, exact_products, per_sample
 from fl_dpgan.privacy.layers import LayerEngine
 
 #: Samples whose gradients Opacus holds at once.
@@ -55,11 +55,12 @@ class OpacusEngine:
         """As `Engine.clipped_sum`."""
         sums = [torch.zeros_like(p) for p in self._wrapped.parameters()]
         norms = [torch.zeros(0, dtype=torch.float64, device=images.device)]
-        for start in range(0, len(images), _PASS):
-            part = slice(start, start + _PASS)
-            of_part, norms_of_part = self._pass(images[part], labels[part], targets[part], clipping_norm, rule)
-            sums = [a + b for a, b in zip(sums, of_part, strict=True)]
-            norms.append(norms_of_part)
+        with exact_products():
+            for start in range(0, len(images), _PASS):
+                part = slice(start, start + _PASS)
+                of_part, norms_of_part = self._pass(images[part], labels[part], targets[part], clipping_norm, rule)
+                sums = [a + b for a, b in zip(sums, of_part, strict=True)]
+                norms.append(norms_of_part)
         return sums, torch.cat(norms)
 
     def _pass(
@@ -90,17 +91,19 @@ def fastest(discriminator: nn.Module, images: Tensor, labels: Tensor) -> Callabl
         ConfigError: no engine can train it.
     """
     targets = (torch.arange(len(labels), device=images.device) % 2).to(images)
-    try:
-        expected = _sample_by_sample(discriminator, images, labels, targets)
-        if _agrees(LayerEngine, expected, discriminator, images, labels, targets):
-            return LayerEngine
-    except (ConfigError, RuntimeError):  # the latter where D cannot take images whose channels lie last
-        pass
-    try:
-        if _agrees(OpacusEngine, expected, discriminator, images, labels, targets):
-            return OpacusEngine
-    except RuntimeError as error:  # an activation in place, say
-        raise ConfigError(f"the discriminator cannot be trained privately: {str(error).splitlines()[0]}") from error
+    cudnn = torch.backends.cudnn
+    with cudnn.flags(enabled=cudnn.enabled, allow_tf32=False):  # its ten bits would pass for a disagreement
+        try:
+            expected = _sample_by_sample(discriminator, images, labels, targets)
+            try:
+                if _agrees(LayerEngine, expected, discriminator, images, labels, targets):
+                    return LayerEngine
+            except (ConfigError, RuntimeError):  # the latter where D cannot take images whose channels lie last
+                pass
+            if _agrees(OpacusEngine, expected, discriminator, images, labels, targets):
+                return OpacusEngine
+        except RuntimeError as error:  # an activation in place, say
+            raise ConfigError(f"the discriminator cannot be trained privately: {str(error).splitlines()[0]}") from error
     raise ConfigError(
         "the discriminator cannot be trained privately: Opacus' per-sample gradients differ from autograd's"
     )

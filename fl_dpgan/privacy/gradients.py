@@ -1,7 +1,8 @@
 """Per-sample gradients through Opacus, and their clipped sum: the quantity whose sensitivity is C."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,9 +31,10 @@ def check_separable(discriminator: nn.Module, images: Tensor, labels: Tensor) ->
         name for name, module in discriminator.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)
     ]
     state = {key: value.clone() for key, value in discriminator.state_dict().items()}
+    buffers = {name: buffer.clone() for name, buffer in discriminator.named_buffers()}
     training = discriminator.training
     mixed = mixes_samples(discriminator.train(), images, labels)
-    remembers = [name for name, buffer in discriminator.named_buffers() if not torch.equal(buffer, state[name])]
+    remembers = [name for name, buffer in discriminator.named_buffers() if not torch.equal(buffer, buffers[name])]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for parameter in discriminator.parameters():  # a path between samples may be shut at first
@@ -101,6 +103,20 @@ def clipped_sum(
         clean = torch.where(finite.view(-1, *[1] * (g.dim() - 1)), g, 0.0)  # 0 times infinity would be NaN
         sums.append(torch.einsum("n,n...->...", factors.to(g.dtype), clean))
     return sums, torch.where(finite, norms, torch.inf)
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Matrix products in full single precision, whatever the process allows elsewhere (TF32, bfloat16).
+
+    With ten bits of mantissa a clipped gradient could be longer than C by one part in a thousand.
+    """
+    allowed = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(allowed)
 
 
 def clipping_factors(norms: Tensor, clipping_norm: float, rule: ClippingRule) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, pad
 
 from fl_dpgan.errors import ConfigError
 from fl_dpgan.privacy.clipping import ClippingRule
-from fl_dpgan.privacy.gradients import clipping_factors
+from fl_dpgan.privacy.gradients import clipping_factors, exact_products
 
 #: Bytes of per-sample convolution gradients that a pass may hold, by device.
 _HELD = {"cpu": 2**26, "cuda": 2**30}
@@ -83,9 +83,10 @@ class LayerEngine:
         for gradients in self._layers.values():
             gradients.clear()
         norms = [torch.zeros(0, dtype=torch.float64, device=images.device)]
-        for start in range(0, len(images), self._samples):
-            part = slice(start, start + self._samples)
-            norms.append(self._pass(images[part], labels[part], targets[part], clipping_norm, rule))
+        with exact_products():
+            for start in range(0, len(images), self._samples):
+                part = slice(start, start + self._samples)
+                norms.append(self._pass(images[part], labels[part], targets[part], clipping_norm, rule))
         sums = {p: total for gradients in self._layers.values() for p, total in gradients.sums().items()}
         return [sums[parameter] for parameter in self._module.parameters()], torch.cat(norms)
 

@@ -54,8 +54,10 @@ class GeneratorTrainer:
 
 
 def draw(generator: nn.Module, labels: Tensor, *, seed: int) -> Tensor:
-    """One image per label, (n, channels, size, size) in [-1, 1]."""
+    """One image per label, (n, channels, size, size) in [-1, 1], in the CPU's memory wherever G is."""
     random = torch.Generator().manual_seed(seed)
-    z = torch.randn(len(labels), int(generator.latent_dim), generator=random)  # type: ignore[arg-type]
+    device = next(generator.parameters()).device
+    z = torch.randn(len(labels), int(generator.latent_dim), generator=random).to(device)  # type: ignore[arg-type]
+    labels = labels.to(device)
     with torch.no_grad():
-        return torch.cat([generator(z[i : i + 512], labels[i : i + 512]) for i in range(0, len(labels), 512)])
+        return torch.cat([generator(z[i : i + 512], labels[i : i + 512]).cpu() for i in range(0, len(labels), 512)])

@@ -21,7 +21,7 @@ class Models:
         device: where they work.
 
     Attributes:
-        num_classes: labels that the federation has. image_shape: (channels, size, size).
+        num_classes: labels that the federation has. image_shape: (channels, size, size). device: where they are.
         engine: makes what sums D's clipped gradients.
 
     Raises:
@@ -44,7 +44,7 @@ class Models:
         with torch.no_grad():
             z = torch.zeros(2, int(generator.latent_dim), device=device)  # type: ignore[arg-type]
             image = self.generator.eval()(z, labels)[0]
-        self.image_shape = tuple(image.shape)
+        self.image_shape, self.device = tuple(image.shape), image.device
         probe = torch.linspace(-1, 1, 2 * image.numel(), device=device).view(2, *image.shape)
         check_separable(self.discriminator, probe, labels)
         self.engine = fastest(self.discriminator, probe, labels)

@@ -8,10 +8,11 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from fl_dpgan.errors import ConfigError
-from fl_dpgan.networks import Discriminator
+from fl_dpgan.networks import Discriminator, Generator
 from fl_dpgan.privacy.clipping import Automatic, Fixed
 from fl_dpgan.privacy.engines import OpacusEngine, fastest
 from fl_dpgan.privacy.layers import LayerEngine
+from fl_dpgan.training.models import Models
 from tests.conftest import passes_of
 
 torch.set_num_threads(1)
@@ -98,6 +99,12 @@ def test_norms_and_sum_are_those_of_a_loop_of_autograd(engine, size, channels, c
     for samples in (100, 16):
         with passes_of(samples):
             assert_same(result(engine, shipped(size, channels), data, c), expected)
+
+
+@pytest.mark.parametrize("labels", ["output", "input"])
+def test_our_engine_trains_the_shipped_discriminator(labels):
+    generator = Generator(size=28, channels=1, num_classes=4, latent_dim=3, width=2)
+    assert Models(generator, shipped(labels=labels)).engine is LayerEngine
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -244,6 +251,19 @@ def test_nothing_is_left_on_the_discriminator(engine):
         assert not module._forward_hooks and not module._backward_hooks
         assert not getattr(module, "activations", [])
     assert not any(hasattr(p, "grad_sample") for p in model.parameters())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_sensitivity_holds_where_the_process_allows_coarser_products(engine, precision):
+    images, labels, targets = batch(1)
+    torch.set_float32_matmul_precision(precision)
+    try:
+        sums, _ = result(engine, shipped(labels="input"), (images * 50, labels, targets), 0.1)
+        assert torch.get_float32_matmul_precision() == precision  # nobody else's setting is changed
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert length(sums) <= 0.1 * (1 + 1e-6)
 
 
 def test_a_discriminator_that_wants_its_channels_first_is_left_to_opacus():
