@@ -18,6 +18,7 @@ def test_every_section_is_printed_and_written(tmp_path, capsys):
     assert all(title in printed for title, _, _ in gpu_check.SECTIONS.values())
     assert list(report) == list(gpu_check.SECTIONS)
     assert [row["agree"] for row in report["agreement"]] == [True, True]
+    assert {row["a site takes"] for row in report["agreement"]} == {"LayerEngine"}
     assert {"plain", "ours", "hooks", "ew", "functorch", "ghost"} <= {row["step"] for row in report["steps"]}
     assert report["steps"][0]["ms"] > 0
     assert report["simulation"] == [{"note": "skipped: no GPU to share"}]
