@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from simulations.benchmark import app
 
 TINY = {
-    "ledger": "ledger --before 3 --events 20",
+    "ledger": "ledger --rounds 1 --before 3 --events 20",
     "step": "speed step --rounds 1 --samples 8 --width 4 --threads 1",
     "startup": "speed startup --rounds 1",
     "fakes": "speed fakes --rounds 1 --fakes 4 --batch-size 4",

@@ -68,7 +68,9 @@ class OpacusEngine:
     ) -> tuple[list[Tensor], Tensor]:
         wrapped, parameters = self._wrapped, list(self._wrapped.parameters())
         wrapped.zero_grad(set_to_none=True)
-        binary_cross_entropy_with_logits(wrapped(images, labels), targets, reduction="sum").backward()
+        # contiguous: where channels lie last, Opacus 1.6 takes other gradients than the images give
+        loss = binary_cross_entropy_with_logits(wrapped(images.contiguous(), labels), targets, reduction="sum")
+        loss.backward()
         result = clipped_sum([p.grad_sample for p in parameters], clipping_norm, rule)
         for parameter in parameters:
             parameter.grad_sample = None

@@ -1,22 +1,14 @@
-"""What the ledger costs: charging a round beside training it, and reading a ledger of 100,000 events.
+"""Times the ledger: charging a round beside training it, and reading a ledger of many events."""
 
-Run it from the checkout, on a quiet machine: `python -m simulations.benchmarks.ledger`.
-"""
-
-import os
-import platform
 import sqlite3
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save
 
@@ -31,54 +23,57 @@ from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.training.discriminator import local_update
 from fl_dpgan.training.records import Records
 from fl_dpgan.training.state import optimizer_tensors
+from simulations.benchmarks.common import Result, interleaved, scratch, table, torch_threads
+from simulations.benchmarks.simulated import command
 
-REPEATS = 9
 D_STEPS = 10
-BEFORE = 1_000
-MANY = 100_000
 _SCENARIO = ["data.declared_size=6000", f"training.d_steps={D_STEPS}"]
 
 
-def main() -> None:
-    """Print the table."""
-    torch.set_num_threads(1)
+def measure(before: int, events: int, repeats: int) -> Result:
+    """Seconds of each measurement; charging also as a share of the round's training.
+
+    Args:
+        before: rounds that a ledger holds already. events: of the large ledger that is read and verified.
+        repeats: of all but the charging, which is repeated more often.
+    """
     scenario = load_scenario("mnist", _SCENARIO)
     plan = scenario.site_plan(scenario.declared_size(0))
-    table = Table(title="The ledger's cost (medians)")
-    for heading in ("what", "seconds", "of the round", "limit"):
-        table.add_column(heading, justify="left" if heading == "what" else "right")
-    # beside this file, not in /tmp: that may be memory, where fsync costs nothing
-    with TemporaryDirectory(dir=Path(__file__).parent, prefix="ledger-") as folder:
-        training, answer = _round(scenario, plan)
-        table.add_row(f"a round: {D_STEPS} D steps, B = {plan.batch_size}", f"{training:.4f}", "", "")
-        for before in (0, BEFORE):
-            charging = _charging(Path(folder) / f"{before}.sqlite", plan, answer, before)
-            name = f"open, charge and store, after {before:,} rounds"
-            table.add_row(name, f"{charging:.4f}", f"{charging / training:.2%}", "2%")
-        path = Path(folder) / "many.sqlite"
-        _write(path, plan, MANY)
-        for command, limit in (((str(path),), "2 s"), (("verify", str(path)), "")):
-            took = _median(lambda command=command: _fl_dpgan("budget", *command), repeats=7)
-            shown = f"budget {'verify ' if len(command) > 1 else ''}LEDGER"
-            table.add_row(f"{shown}, {MANY:,} events", f"{took:.3f}", "", limit)
-        took = _median(lambda: _fl_dpgan("--version"), repeats=7)
-        table.add_row("--version, to compare", f"{took:.3f}", "", "")
-    console = Console()
-    console.print(table)
-    console.print(_machine(), soft_wrap=True)
+    with torch_threads(1), scratch() as folder:
+        training, answer = _round(scenario, plan, repeats)
+        rows = [{"what": f"a round: {D_STEPS} D steps, B = {plan.batch_size}", "seconds": training}]
+        for rounds in (0, before):
+            charging = _charging(folder / f"{rounds}.sqlite", plan, answer, rounds)
+            what = f"open, charge and store, after {rounds:,} rounds"
+            rows.append({"what": what, "seconds": charging, "of_the_round": charging / training, "limit": "2%"})
+        path = folder / "many.sqlite"
+        _write(path, plan, events)
+        for arguments, limit in (((str(path),), "2 s"), (("verify", str(path)), "")):
+            seconds = _median(lambda arguments=arguments: _fl_dpgan("budget", *arguments), repeats)
+            shown = f"budget {'verify ' if len(arguments) > 1 else ''}LEDGER, {events:,} events"
+            rows.append({"what": shown, "seconds": seconds, "limit": limit})
+        rows.append({"what": "--version, to compare", "seconds": _median(lambda: _fl_dpgan("--version"), repeats)})
+    return {"sqlite": sqlite3.sqlite_version, "rows": rows}
 
 
-def _median(action: Callable[[], object], repeats: int = REPEATS) -> float:
-    action()  # imports and caches are not what is measured
-    taken = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        action()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+def render(result: Result) -> Table:
+    """A row per measurement."""
+    made = table(
+        f"The ledger's cost (medians, one thread, SQLite {result['sqlite']})",
+        "what", "seconds", "of the round", "limit",
+    )  # fmt: skip
+    for row in result["rows"]:
+        share = f"{row['of_the_round']:.2%}" if "of_the_round" in row else ""
+        made.add_row(row["what"], f"{row['seconds']:.4f}", share, row.get("limit", ""))
+    return made
 
 
-def _round(scenario: Scenario, plan: SitePlan) -> tuple[float, StoredAnswer]:
+def _median(action: Callable[[], object], repeats: int) -> float:
+    """Seconds of the action; the first time, which imports and fills caches, does not count."""
+    return statistics.median(interleaved({"it": action}, repeats)["it"])
+
+
+def _round(scenario: Scenario, plan: SitePlan, repeats: int) -> tuple[float, StoredAnswer]:
     """Seconds of a site's local update, and an answer of the size that the site keeps."""
     generator, discriminator = from_config(scenario.model, scenario.seed)
     images = torch.rand(plan.declared_size, 1, 28, 28) * 2 - 1
@@ -88,7 +83,8 @@ def _round(scenario: Scenario, plan: SitePlan) -> tuple[float, StoredAnswer]:
     took = _median(
         lambda: local_update(
             discriminator, generator, optimizer, data, plan, first_step=0, random=random, engine=LayerEngine
-        )
+        ),
+        repeats,
     )
     body, state = save(dict(discriminator.state_dict())), save(optimizer_tensors(optimizer))
     return took, StoredAnswer("request", "0" * 64, "{}", body, state)
@@ -127,16 +123,4 @@ def _write(path: Path, plan: SitePlan, events: int) -> None:
 
 
 def _fl_dpgan(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "fl_dpgan.cli", *arguments], check=True, stdout=subprocess.DEVNULL)
-
-
-def _machine() -> str:
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    return (
-        f"{os.cpu_count()} cores, {torch.get_num_threads()} torch thread, load {load}; {platform.machine()}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}, SQLite {sqlite3.sqlite_version}"
-    )
-
-
-if __name__ == "__main__":
-    main()
+    subprocess.run([*command(), *arguments], check=True, stdout=subprocess.DEVNULL)

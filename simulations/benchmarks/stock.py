@@ -1,13 +1,14 @@
 """Times a round of what public packages give together as they come: Flower's simulation with Opacus in each site.
 
-Run as `python -m simulations.benchmarks.stock [--sites N] [--d-steps N] [--rounds N]`. The peer at its best setting: a
-Ray actor per core with one torch thread, all data in every actor's memory, no evaluation. Each message gets its
-own `PrivacyEngine.make_private`, as in Flower's Opacus example; G comes along with D and serves for the fakes only.
+`simulations.benchmarks.sites` runs it in a process of its own. The peer at its best setting: a Ray actor per core with
+one torch thread, all data in every actor's memory, no evaluation. Each message gets its own
+`PrivacyEngine.make_private`, as in Flower's Opacus example; G comes along with D and serves for the fakes only. Both
+networks are plain layers of torch, so that nothing of fl_dpgan takes part.
 """
 
+import json
 import logging
 import os
-import statistics
 import time
 from collections.abc import Iterable
 from functools import lru_cache
@@ -19,14 +20,12 @@ import typer
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
-from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fl_dpgan.networks import Generator
-
 Mode = Literal["hooks", "functorch", "ew", "ghost"]
-BEST: Mode = "ew"  # of Opacus' modes, the fastest for this D
+Format = Literal["contiguous", "channels_last"]
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 RECORDS, BATCH, CLASSES, LATENT = 600, 32, 10, 64
 
 app = ClientApp()
@@ -35,24 +34,44 @@ app = ClientApp()
 class Discriminator(nn.Module):
     """Scores an image whose label comes along as one-hot maps."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 32, channels: int = 1) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(1 + CLASSES, 32, 4, 2, 1), nn.LeakyReLU(0.2),
-            nn.Conv2d(32, 64, 4, 2, 1), nn.LeakyReLU(0.2),
-            nn.Flatten(), nn.Linear(64 * 49, 1),
+            nn.Conv2d(channels + CLASSES, width, 4, 2, 1), nn.LeakyReLU(0.2),
+            nn.Conv2d(width, 2 * width, 4, 2, 1), nn.LeakyReLU(0.2),
+            nn.Flatten(), nn.Linear(2 * width * 49, 1),
         )  # fmt: skip
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """(n, 1, 28, 28) and (n,) to logits (n,)."""
-        maps = nn.functional.one_hot(labels, CLASSES).to(images.dtype)[:, :, None, None].expand(-1, -1, 28, 28)
+        """(n, channels, 28, 28) and (n,) to logits (n,)."""
+        onehot = (labels[:, None] == torch.arange(CLASSES)).to(images.dtype)  # torch.func cannot map over `one_hot`
+        maps = onehot[:, :, None, None].expand(-1, -1, 28, 28)
         logits: Tensor = self.layers(torch.cat([images, maps], dim=1)).squeeze(1)
         return logits
 
 
-def generator() -> Generator:
+class Generator(nn.Module):
     """The DCGAN's G."""
-    return Generator(size=28, channels=1, num_classes=CLASSES, latent_dim=LATENT).eval()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(LATENT + CLASSES, 64 * 49, bias=False), nn.Unflatten(1, (64, 7, 7)),
+            nn.BatchNorm2d(64), nn.ReLU(),
+            nn.ConvTranspose2d(64, 32, 4, 2, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
+            nn.ConvTranspose2d(32, 1, 4, 2, 1), nn.Tanh(),
+        )  # fmt: skip
+
+    def forward(self, z: Tensor, labels: Tensor) -> Tensor:
+        """(n, LATENT) and (n,) to images (n, 1, 28, 28)."""
+        onehot = nn.functional.one_hot(labels, CLASSES).to(z.dtype)
+        images: Tensor = self.layers(torch.cat([z, onehot], dim=1))
+        return images
+
+
+def generator(layout: Format) -> Generator:
+    """G as the sites use it, with its memory laid out so."""
+    return Generator().eval().to(memory_format=FORMATS[layout])
 
 
 @lru_cache
@@ -68,7 +87,8 @@ def site_data(sites: int) -> list[TensorDataset]:
 def fakes(g: nn.Module) -> tuple[Tensor, Tensor]:
     """As many fakes as there are reals in an expected batch."""
     labels = torch.randint(CLASSES, (BATCH,))
-    return g(torch.randn(BATCH, LATENT), labels), labels
+    images = g(torch.randn(BATCH, LATENT), labels)
+    return images.contiguous(), labels  # Opacus' hooks read channels that lie last as if they did not
 
 
 def train(d: nn.Module, g: nn.Module, data: TensorDataset, d_steps: int, mode: Mode) -> None:
@@ -94,7 +114,7 @@ def answer(message: Message, context: Context) -> Message:
     """A site's part of a round."""
     torch.set_num_threads(1)
     content, config = message.content, message.content["config"]
-    d, g = Discriminator(), generator()
+    d, g = Discriminator(config["width"]), generator(config["layout"])
     d.load_state_dict(content["d"].to_torch_state_dict())
     g.load_state_dict(content["g"].to_torch_state_dict())
     sites, index = int(context.node_config["num-partitions"]), int(context.node_config["partition-id"])
@@ -118,19 +138,20 @@ def timed_round(grid: Grid, d: nn.Module, g: nn.Module, config: dict[str, int | 
     return time.perf_counter() - began
 
 
-def run(sites: int = 100, d_steps: int = 10, rounds: int = 2, mode: Mode = BEST) -> list[float]:
+def run(sites: int, d_steps: int, rounds: int, width: int, mode: Mode, layout: Format) -> list[float]:
     """Seconds of each round, after one short round that is not counted: it brings up Ray, the actors and their data."""
     os.environ.update(FLWR_TELEMETRY_ENABLED="0", RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
     for name in ("flwr", "ray"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [logging.NullHandler()], False
     server_app, seconds = ServerApp(), []
+    config = {"d-steps": d_steps, "width": width, "mode": mode, "layout": layout}
 
     @server_app.main()
     def main(grid: Grid, context: Context) -> None:
-        d, g = Discriminator(), generator()
-        timed_round(grid, d, g, {"d-steps": 1, "mode": mode})
-        seconds.extend(timed_round(grid, d, g, {"d-steps": d_steps, "mode": mode}) for _ in range(rounds))
+        d, g = Discriminator(width), generator(layout)
+        timed_round(grid, d, g, {**config, "d-steps": 1})
+        seconds.extend(timed_round(grid, d, g, config) for _ in range(rounds))
 
     from flwr.simulation.run_simulation import _run_simulation
     from flwr.supercore.telemetry import EventType
@@ -148,10 +169,12 @@ def run(sites: int = 100, d_steps: int = 10, rounds: int = 2, mode: Mode = BEST)
     return seconds
 
 
-def main(sites: int = 100, d_steps: int = 10, rounds: int = 2, mode: Mode = BEST) -> None:
-    """Print the median seconds of a round."""
-    taken = statistics.median(run(sites, d_steps, rounds, mode))
-    Console().print(f"Flower + Opacus ({mode}), {sites} sites x {d_steps} D steps: {taken:.2f} s a round")
+def main(
+    sites: int = 100, d_steps: int = 10, rounds: int = 2, width: int = 32, mode: Mode = "ew",
+    layout: Format = "contiguous",
+) -> None:  # fmt: skip
+    """Print the seconds of each round, as JSON."""
+    print(json.dumps(run(sites, d_steps, rounds, width, mode, layout)))
 
 
 if __name__ == "__main__":
