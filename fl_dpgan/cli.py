@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from fl_dpgan import __version__
 from fl_dpgan.commands import budget, site
 from fl_dpgan.errors import ConfigError, FlDpganError
 
@@ -36,6 +35,8 @@ def main() -> None:
 
 def _version(shown: bool) -> None:
     if shown:
+        from fl_dpgan import __version__
+
         console.print(__version__)
         raise typer.Exit
 

@@ -6,6 +6,7 @@ import torch
 from dp_accounting import pld, rdp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from opacus.accountants.analysis.rdp import compute_rdp
 from scipy import integrate, stats
 
 from fl_dpgan.errors import ConfigError
@@ -54,10 +55,9 @@ def test_epsilon_is_that_of_dp_accounting_at_the_same_order(events, order):
 
 
 @pytest.mark.parametrize(
-    ("sample_rate", "sigma", "order"), [(0.1, 1.0, 1.5), (0.1, 1.0, 3.7), (0.1, 2.0, 1.5), (0.01, 0.8, 2.5)]
+    ("sample_rate", "sigma", "order"), [(0.1, 1.0, 2.0), (0.1, 1.0, 4.0), (0.1, 2.0, 3.0), (0.01, 0.8, 3.0)]
 )
-def test_rdp_at_a_fractional_order_is_that_of_numerical_integration(sample_rate, sigma, order):
-    # not dp_accounting here: at low fractional orders its series ends early, too high or infinite
+def test_rdp_is_that_of_numerical_integration(sample_rate, sigma, order):
     def integrand(x):
         ratio = 1 - sample_rate + sample_rate * math.exp((2 * x - 1) / (2 * sigma**2))
         return stats.norm.pdf(x, scale=sigma) * ratio**order
@@ -95,7 +95,25 @@ def test_a_budget_that_no_noise_can_meet_is_a_config_error():
         calibrate(eps_max=1e-4, delta=1e-12, sample_rate=1.0, steps=10**8)
 
 
-@pytest.mark.parametrize("order", [1.1, 2.0, 64.0])
+@settings(max_examples=200, deadline=None)
+@given(
+    sample_rate=st.one_of(st.floats(1e-6, 1.0), st.just(1.0)),
+    sigma=st.floats(0.05, 1000.0),
+    order=st.sampled_from(ORDERS),
+)
+def test_rdp_of_a_step_is_that_of_opacus(sample_rate, sigma, order):
+    expected = compute_rdp(q=sample_rate, noise_multiplier=sigma, steps=1, orders=order)
+    # below, Opacus' sum of numbers near 1 loses its digits
+    assert step_rdp(sample_rate, sigma, order) == pytest.approx(float(expected), rel=1e-9, abs=1e-11)
+
+
+@pytest.mark.parametrize("order", [1.0, 1.1, 2.5, 0.0, -3.0, math.inf, math.nan])
+def test_an_order_that_is_not_whole_is_a_config_error_and_never_rounded(order):
+    with pytest.raises(ConfigError, match="is not a whole number"):
+        step_rdp(0.1, 1.0, order)
+
+
+@pytest.mark.parametrize("order", [2.0, 64.0])
 def test_no_events_cost_nothing(order):
     assert epsilon([], order, DELTA) == 0
 
@@ -104,7 +122,7 @@ def test_no_events_cost_nothing(order):
 @given(
     sample_rate=st.sampled_from([0.01, 0.1, 1.0]),
     sigma=st.floats(0.7, 6.0),
-    order=st.sampled_from([2.0, 5.5, 12.0]),
+    order=st.sampled_from([2.0, 5.0, 12.0]),
     cap=st.floats(8.0, 30.0),
     before=st.integers(0, 3),
 )
@@ -125,7 +143,7 @@ def test_a_spent_budget_fits_no_step():
 
 
 @pytest.mark.parametrize(
-    ("sample_rate", "sigma", "order"), [(1e-4, 1000.0, 1.1), (1e-6, 100.0, 1.1), (1e-10, 1.0, 2.0)]
+    ("sample_rate", "sigma", "order"), [(1e-4, 1000.0, 2.0), (1e-6, 100.0, 3.0), (1e-10, 1.0, 2.0)]
 )
 def test_a_step_that_costs_almost_nothing_still_costs_something_and_fits_often(sample_rate, sigma, order):
     assert step_rdp(sample_rate, sigma, order) > 0
