@@ -31,7 +31,7 @@ def _pyramid(size: int) -> tuple[int, int]:
 class _ToImage(nn.ConvTranspose2d):
     """The transposed convolution to an image's one or three channels: one matrix product, whose columns are folded.
 
-    For so few channels the library's own kernel takes four times as long on a CPU
+    For so few channels the library's own kernel is slow on a CPU: a whole pass of G takes longer with it
     (`python -m simulations.benchmark speed fakes`).
     """
 
@@ -144,10 +144,10 @@ class _LabelMaps(nn.Module):
     def forward(self, labels: Tensor) -> Tensor:
         """(n,) to maps (n, width, size / 2, size / 2)."""
         onehot = nn.functional.one_hot(labels, self.num_classes).to(self.on_image.dtype)
-        taps = self.weight(onehot).view(len(labels), self.width, -1)
+        taps = self.weight(onehot).view(len(labels), -1, self.width)
+        places = self.on_image.T.expand(len(labels), -1, -1)
         side = math.isqrt(self.on_image.shape[1])
-        maps: Tensor = (taps @ self.on_image).view(len(labels), self.width, side, side)
-        return maps
+        return torch.bmm(places, taps).view(len(labels), side, side, self.width).permute(0, 3, 1, 2)
 
 
 def from_config(model: "ModelConfig", seed: int) -> tuple[nn.Module, nn.Module]:

@@ -39,7 +39,7 @@ def test_labels_at_the_input_are_maps_beside_the_image(size, channels):
     with torch.no_grad():
         plain.bias.copy_(model.features[0].bias)
         plain.weight[:, :channels] = model.features[0].weight
-        plain.weight[:, channels:] = model.maps.weight.weight.view(width, 4, 4, classes).permute(0, 3, 1, 2)
+        plain.weight[:, channels:] = model.maps.weight.weight.view(4, 4, width, classes).permute(2, 3, 0, 1)
     maps = nn.functional.one_hot(labels, classes).float()[:, :, None, None].expand(-1, -1, size, size)
     hidden = plain(torch.cat([images, maps], dim=1))
     expected = model.head(model.features[1:](hidden)).squeeze(1)

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.modules.dropout import _DropoutNd
 
 from fl_dpgan.errors import ConfigError
 from fl_dpgan.privacy.clipping import ClippingRule, Fixed
@@ -93,7 +94,9 @@ def fastest(discriminator: nn.Module, images: Tensor, labels: Tensor) -> Callabl
         ConfigError: no engine can train it.
     """
     targets = (torch.arange(len(labels), device=images.device) % 2).to(images)
-    cudnn = torch.backends.cudnn
+    cudnn, modes = torch.backends.cudnn, [(module, module.training) for module in discriminator.modules()]
+    for module in discriminator.modules():
+        module.training = not isinstance(module, _DropoutNd)  # it would give every engine other gradients
     with cudnn.flags(enabled=cudnn.enabled, allow_tf32=False):  # its ten bits would pass for a disagreement
         try:
             expected = _sample_by_sample(discriminator, images, labels, targets)
@@ -106,6 +109,9 @@ def fastest(discriminator: nn.Module, images: Tensor, labels: Tensor) -> Callabl
                 return OpacusEngine
         except RuntimeError as error:  # an activation in place, say
             raise ConfigError(f"the discriminator cannot be trained privately: {str(error).splitlines()[0]}") from error
+        finally:
+            for module, mode in modes:
+                module.training = mode
     raise ConfigError(
         "the discriminator cannot be trained privately: Opacus' per-sample gradients differ from autograd's"
     )

@@ -36,7 +36,7 @@ REFERENCE = "opacus/hooks/product/contiguous"
 def concatenated(width: int, parameters: list[Tensor]) -> list[Tensor]:
     """Our D's parameters, or their gradients, as those of `stock.Discriminator`."""
     first, bias, *hidden, maps, head, head_bias = parameters
-    taps = maps.detach().view(width, 16, stock.CLASSES).transpose(1, 2).reshape(width, stock.CLASSES, 4, 4)
+    taps = maps.detach().view(16, width, stock.CLASSES).permute(1, 2, 0).reshape(width, stock.CLASSES, 4, 4)
     return [torch.cat([first, taps], dim=1), bias, *hidden, head, head_bias]
 
 

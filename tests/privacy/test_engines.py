@@ -236,6 +236,14 @@ def test_a_discriminator_that_no_engine_can_train_is_a_config_error():
     assert not any(module._forward_hooks for module in model.modules())
 
 
+def test_a_discriminator_with_dropout_is_trained_by_our_engine_and_drops():
+    model, data = Plain(nn.Conv2d(2, 3, 3), nn.Dropout(0.5), nn.LeakyReLU(0.2)).train(), batch(6, 2, 12)
+    assert fastest(model, *data[:2]) is LayerEngine and model.training
+    torch.manual_seed(0)
+    one, other = (result(LayerEngine, model, data)[1] for _ in range(2))
+    assert not torch.allclose(one, other)
+
+
 def test_a_layer_that_is_used_twice_is_left_to_opacus():
     model = Tied(nn.Conv2d(2, 2, 3, padding=1))
     assert fastest(model, *batch(4, 2, 12)[:2]) is OpacusEngine
