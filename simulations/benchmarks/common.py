@@ -30,14 +30,17 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def interleaved(actions: dict[str, Callable[[], object]], rounds: int) -> Seconds:
+def interleaved(actions: dict[str, Callable[[], object]], rounds: int, *, following: bool = False) -> Seconds:
     """Seconds of each action, an entry per round; a slow moment of the machine hits all that are in its round.
 
-    One more round comes first and is not counted: it fills caches and builds what is built lazily.
+    One more round comes first and is not counted: it builds what is built lazily. With `following`, each timed action
+    comes right after one of its own kind, as a step does in training, and not after another's use of the caches.
     """
     found: Seconds = {name: [] for name in actions}
     for number in range(rounds + 1):
         for name, action in actions.items():
+            if following:
+                action()
             seconds = timed(action)
             if number:
                 found[name].append(seconds)

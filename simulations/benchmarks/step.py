@@ -120,7 +120,8 @@ def measure(widths: list[int], threads: list[int], samples: int, rounds: int) ->
         for count in threads:
             with torch_threads(count):
                 made = variants(width, batch, noise=1.0)
-                found = interleaved({name: step for name, (_, step) in made.items() if name not in left_out}, rounds)
+                steps = {name: step for name, (_, step) in made.items() if name not in left_out}
+                found = interleaved(steps, rounds, following=True)
             base, best = fastest(found, "plain/"), fastest(found, "opacus/")
             rows.append(
                 {
