@@ -6,7 +6,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fl_dpgan.config import load_scenario
-from fl_dpgan.federation.simulation import Job, serve
+from fl_dpgan.federation.simulation import Job, check, serve
 from fl_dpgan.runs import RunFolder
 
 app = ServerApp()
@@ -20,4 +20,6 @@ def main(grid: Grid, context: Context) -> None:
     if not (out / "scenario.json").is_file():
         overrides = str(config["set"]).split()
         RunFolder.create(out, load_scenario(str(config["scenario"]), overrides))
-    serve(Job(out, Path(data_dir) if data_dir else None), grid)
+    job = Job(out, Path(data_dir) if data_dir else None)
+    check(job.folder.scenario, job.data_dir)
+    serve(job, grid)

@@ -181,9 +181,8 @@ def register_sites(app: ClientApp, job_of: Callable[[Context], Job]) -> None:
 
 
 def serve(job: Job, grid: Grid, on_round: OnRound = lambda record: None) -> None:
-    """The server's part of a simulation: run the strategy in the job's folder to its end."""
+    """The server's part of a simulation, once `check` has passed: run the strategy in the job's folder to its end."""
     scenario, folder = job.folder.scenario, job.folder
-    check(scenario, job.data_dir)
     model, settings = scenario.model, scenario.evaluation
     generator, discriminator = from_config(model, scenario.seed)
     name = f"{scenario.name}-{hashlib.sha256(scenario.model_dump_json().encode()).hexdigest()[:12]}"

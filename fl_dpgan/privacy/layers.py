@@ -72,7 +72,7 @@ class LayerEngine:
         self._last_convolution = convolutions[-1] if convolutions else None
         held = sum(4 * layer.weight.numel() for layer in convolutions)
         device = next(discriminator.parameters()).device.type
-        self._samples = min(max(_HELD.get(device, 2**26) // max(held, 1), 1), _LARGEST)
+        self._samples = min(max(_HELD.get(device, _HELD["cpu"]) // max(held, 1), 1), _LARGEST)
         self._seen: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
         self._hooks = [layer.register_forward_hook(self._remember) for layer in self._layers]
 
