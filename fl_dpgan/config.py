@@ -19,13 +19,26 @@ class _Section(BaseModel):
 class TrainingConfig(_Section):
     """Rounds and optimisers. `d_steps` at each site and `g_steps` at the server make one round."""
 
-    rounds: int = Field(30, ge=1, le=10**6)
+    rounds: int = Field(30, ge=0, le=10**6)
     d_steps: int = Field(5, ge=1, le=100_000)
     g_steps: int = Field(30, ge=1, le=100_000)
     d_learning_rate: float = Field(5e-4, gt=0, le=1)
     g_learning_rate: float = Field(5e-4, gt=0, le=1)
     g_batch_size: int = Field(64, ge=2, le=100_000)
     ema_decay: float = Field(0.99, ge=0, lt=1)
+
+
+class MatchingConfig(_Section):
+    """What G does with a moment release: `rounds` of `g_steps` on the moments alone before the discriminators' rounds.
+
+    The learning rate falls along a cosine over these rounds. `weight` is that of the moments in G's later loss.
+    """
+
+    rounds: int = Field(0, ge=0, le=10**6)
+    g_steps: int = Field(50, ge=1, le=100_000)
+    batch_size: int = Field(300, ge=2, le=100_000)
+    learning_rate: float = Field(2e-3, gt=0, le=1)
+    weight: float = Field(0.0, ge=0, le=1e6, allow_inf_nan=False)
 
 
 class FederationConfig(_Section):
@@ -57,7 +70,22 @@ class Plan(_Section):
     seed: int = Field(0, ge=0, lt=2**31)
     privacy: PrivacyConfig = PrivacyConfig()
     training: TrainingConfig = TrainingConfig()
+    matching: MatchingConfig = MatchingConfig()
     federation: FederationConfig = FederationConfig()
+
+    @model_validator(mode="after")
+    def _moments_are_used(self) -> "Plan":
+        used = self.matching.rounds > 0 or (self.matching.weight > 0 and self.training.rounds > 0)
+        if used != (self.privacy.moments is not None):
+            raise ValueError(
+                "a moment release and its use go together: set privacy.moments, and matching.rounds or matching.weight"
+            )
+        return self
+
+    @property
+    def all_rounds(self) -> int:
+        """Rounds on the moments alone, then rounds with the sites."""
+        return self.matching.rounds + self.training.rounds
 
     def site_plan(self, declared_size: int, order: float | None = None) -> SitePlan:
         """The constants of a site of this declared size, whose ledger is kept at `order` where it has one already.

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable
 
-from flwr.app import Context, Error, Message
+from flwr.app import Context, Error, Message, MessageType
 from flwr.clientapp import ClientApp
 
 from fl_dpgan.errors import WireError
@@ -25,20 +25,20 @@ class Pack:
         return Message(wire.pack_parts(parts), reply_to=message)
 
     def train(self, message: Message) -> Message:
-        """Answer each site's training request with D's weights."""
-        return self._answer(message, "discriminator_update")
+        """Answer each site's training request with D's weights, or its request for a release."""
+        return self._answer(message, MessageType.TRAIN)
 
     def evaluate(self, message: Message) -> Message:
         """Answer each site's request with a noised count of the images that a classifier gets right."""
-        return self._answer(message, "evaluation_count")
+        return self._answer(message, MessageType.EVALUATE)
 
-    def _answer(self, message: Message, mechanism: str) -> Message:
+    def _answer(self, message: Message, carrier: str) -> Message:
         sites = list(self._sites.values())
         try:
             requests = wire.unpack_parts(message)
             if len(requests) > len(sites):
                 raise WireError(f"{len(requests)} requests to a node of {len(sites)} sites")
-            answers = [self._addressee(header).answer(header, body, mechanism) for header, body in requests]
+            answers = [self._addressee(header).answer(header, body, carrier) for header, body in requests]
         except WireError as error:
             answers = [site.refusal(0, "refused", "wire", str(error)) for site in sites]
         return Message(wire.pack_parts(answers), reply_to=message)

@@ -10,6 +10,8 @@ from safetensors.torch import load, save
 
 from fl_dpgan.errors import BudgetError, DataError, LedgerError, PolicyError, WireError
 from fl_dpgan.federation import wire
+from fl_dpgan.moments.features import FeatureMap
+from fl_dpgan.moments.release import noised_sums
 from fl_dpgan.privacy.accountant import Event
 from fl_dpgan.privacy.entries import MAIN, Charge
 from fl_dpgan.privacy.ledger import Ledger, StoredAnswer
@@ -86,21 +88,21 @@ class Site:
         policy = self._policy
         return wire.Hello(site=self.name, declared_size=policy.declared_size, unit=policy.unit, order=self._order)
 
-    def answer(self, header: str, tensors: bytes, mechanism: str) -> tuple[str, bytes]:
-        """The answer to one request: its header's JSON text, and D's weights or nothing.
+    def answer(self, header: str, tensors: bytes, carrier: str) -> tuple[str, bytes]:
+        """The answer to one request: its header's JSON text, and tensors or nothing.
 
         Whatever goes wrong, the answer speaks of public numbers.
 
         Args:
             header: a `wire.Request`'s JSON text. tensors: the networks' weights.
-            mechanism: what the message that brought them is for.
+            carrier: the type of the message that brought them.
         """
         number = 0
         try:
             request = wire.parse(header, wire.Request)
             number = request.round
-            if request.mechanism != mechanism:
-                raise WireError(f"a request for {request.mechanism} in a message for {mechanism}")
+            if wire.CARRIER[request.mechanism] != carrier:
+                raise WireError(f"a request for {request.mechanism} in a message for {carrier}")
             answer = self._serve(request, tensors)
         except BudgetError as error:
             return self.refusal(number, "withdrawn", error.rule, str(error))
@@ -143,6 +145,12 @@ class Site:
                 return stored
             if request.mechanism == "evaluation_count":
                 return self._count(ledger, request, tensors, digest)
+            if request.mechanism == "moment_release":
+                return self._release(ledger, request, tensors, digest)
+            if request.mechanism != request.plan.update:
+                raise PolicyError(
+                    "update", f"a request for {request.mechanism}; the plan's updates are {request.plan.update}s"
+                )
             return self._update(ledger, request, tensors, digest, stored)
 
     def _update(
@@ -180,6 +188,20 @@ class Site:
         count = noised_count(classifier, self._data, event, self._random("evaluation", request.round))
         answer = wire.Answer(site=self.name, round=request.round, status="counted", head=head, count=count)
         return self._store(ledger, request, digest, answer, b"", b"")
+
+    def _release(self, ledger: Ledger, request: wire.Request, tensors: bytes, digest: str) -> StoredAnswer:
+        plan, models = request.plan, self._models
+        if plan.moments is None or plan.moment_release is None:
+            raise PolicyError("mechanisms", "a moment release, of which the plan says nothing")
+        if tensors:
+            raise WireError("a request for moments with tensors, which it has no use for")
+        features = FeatureMap(plan.moments, models.image_shape).to(models.device)
+        head = self._charge(ledger, request, plan.moment_release, 0.0)
+        sums = noised_sums(
+            features, self._data, models.num_classes, plan.moment_release, self._random("moments", request.round)
+        )
+        answer = wire.Answer(site=self.name, round=request.round, status="released", head=head)
+        return self._store(ledger, request, digest, answer, wire.dump_tensors(sums=sums), b"")
 
     def _charge(self, ledger: Ledger, request: wire.Request, event: Event, norm: float) -> str:
         return ledger.charge(

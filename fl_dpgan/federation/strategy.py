@@ -2,8 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,33 +15,13 @@ from fl_dpgan.config import Plan
 from fl_dpgan.errors import ConfigError, FederationError, RunFolderError, WireError
 from fl_dpgan.federation import wire
 from fl_dpgan.federation.averaging import RunningMean
+from fl_dpgan.federation.exchange import Exchange, SiteRecord
+from fl_dpgan.moments.features import FeatureMap
+from fl_dpgan.moments.matching import MomentMatching, class_means
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.runs import RunFolder
-from fl_dpgan.training.generator import GeneratorTrainer
+from fl_dpgan.training.generator import GeneratorTrainer, Loss, adversarial, cosine, draw
 from fl_dpgan.training.state import load_optimizer, optimizer_tensors
-
-
-@dataclass
-class SiteRecord:
-    """What the server knows of a site: all of it public."""
-
-    node: int
-    plan: SitePlan
-    steps: int = 0  # D steps of requests that may have been charged
-    evaluations: int = 0  # evaluation counts likewise
-    head: str = ""  # newest hash of the site's ledger that was seen
-    withdrawn: str = ""
-
-    @property
-    def epsilon(self) -> float:
-        """The run's epsilon at this site, recomputed from the plan and from what was asked for."""
-        return self.plan.epsilon_after(self.steps, self.evaluations)
-
-    @property
-    def memory(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the site: all but what a new start of the run finds out anew."""
-        kept = {"steps": self.steps, "evaluations": self.evaluations, "head": self.head}
-        return {"plan": self.plan.model_dump(mode="json"), **kept}
 
 
 class FedDPGAN(Strategy):
@@ -74,21 +53,20 @@ class FedDPGAN(Strategy):
             raise ConfigError("privacy.evaluation_noise asks for evaluation counts; give FedDPGAN a train_classifier")
         self._train_classifier = train_classifier
         self.plan, self._folder, self._run = plan, folder, run
+        self._exchange = Exchange(run)
         self._on_round = on_round or (lambda record: None)
         self.discriminator = discriminator
         training = plan.training
-        self._trainer = GeneratorTrainer(
-            generator,
-            learning_rate=training.g_learning_rate,
-            batch_size=training.g_batch_size,
-            ema_decay=training.ema_decay,
-        )
-        self.sites: dict[str, SiteRecord] = {}
-        self._asked: list[tuple[Message, list[str]]] = []  # Flower gives a message its id when it sends it
+        self._trainer = GeneratorTrainer(generator, ema_decay=training.ema_decay)
+        self._matching = self._no_moments()
         self._memory: dict[str, dict[str, Any]] = {}
         self._done = 0
-        self._outcomes: dict[str, dict[str, Any]] = {}
         self._resume()
+
+    @property
+    def sites(self) -> dict[str, SiteRecord]:
+        """The sites that have joined, by name."""
+        return self._exchange.sites
 
     @property
     def average_generator(self) -> nn.Module:
@@ -99,7 +77,8 @@ class FedDPGAN(Strategy):
     def _modules(self) -> dict[str, nn.Module]:
         """What a checkpoint holds, by the prefix of its tensors' names."""
         trainer = self._trainer
-        return {"discriminator": self.discriminator, "generator": trainer.generator, "ema": trainer.average}
+        found = {"discriminator": self.discriminator, "generator": trainer.generator, "ema": trainer.average}
+        return found | ({"moments": self._matching} if self._matching else {})
 
     def summary(self) -> None:
         """Flower's hook for a description in the log; the run's folder holds it instead."""
@@ -126,10 +105,12 @@ class FedDPGAN(Strategy):
             raise ConfigError("FedDPGAN.start takes the grid alone; rounds, time limits and networks stand in its plan")
         self._join(grid)
         result, arrays = Result(), ArrayRecord(_state(self.discriminator))
-        for number in range(self._done + 1, self.plan.training.rounds + 1):
+        if self._matching and not self._done:
+            self._ask_moments(grid)
+        for number in range(self._done + 1, self.plan.all_rounds + 1):
             began = time.monotonic()
             requests = list(self.configure_train(number, arrays, ConfigRecord(), grid))
-            replies = grid.send_and_receive(requests, timeout=self.plan.federation.round_timeout)
+            replies = grid.send_and_receive(requests, timeout=self.plan.federation.round_timeout) if requests else []
             new_arrays, metrics = self.aggregate_train(number, replies)
             if new_arrays is None or metrics is None:
                 self._stop_or_raise(number)
@@ -148,41 +129,103 @@ class FedDPGAN(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """A request to each site that has not withdrawn, with its plan; one message a node, with D and G once."""
+        """A request to each site that has not withdrawn, with D and G; none in the rounds that match moments alone."""
+        if server_round <= self.plan.matching.rounds:
+            return ()
         tensors = wire.dump(discriminator=self.discriminator, generator=self._trainer.generator)
-        return self._requests(server_round, tensors, "discriminator_update", MessageType.TRAIN)
-
-    def _requests(self, number: int, tensors: bytes, mechanism: Any, message_type: str) -> Iterator[Message]:
-        self._asked = []
-        nodes: dict[int, list[str]] = {}
-        for name in sorted(self.sites):
-            if not self.sites[name].withdrawn:
-                nodes.setdefault(self.sites[name].node, []).append(name)
-        for node, names in nodes.items():
-            requests = [
-                wire.Request(
-                    run=self._run, round=number, site=name, plan=self.sites[name].plan, mechanism=mechanism,
-                    anchor=self.sites[name].head,
-                )
-                for name in names
-            ]  # fmt: skip
-            content = wire.pack_parts([(request.model_dump_json(), tensors) for request in requests])
-            message = Message(content, dst_node_id=node, message_type=message_type)
-            self._asked.append((message, names))
-            yield message
+        return self._exchange.requests(server_round, tensors, "discriminator_update")
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average D over the sites that answered, in the order of their names, and train G; None below the quorum."""
+        if server_round <= self.plan.matching.rounds:
+            self._exchange.outcomes = {}
+            loss = self._match(server_round)
+            return ArrayRecord(_state(self.discriminator)), MetricRecord({"sites": 0, "g_loss": loss})
         mean = self._average(server_round, replies)
         if mean.count < self.plan.federation.quorum:
             return None, None
         self.discriminator.load_state_dict(mean.result(), strict=False)  # buffers stay as they are
-        loss = self._trainer.update(
-            self.discriminator, self.plan.training.g_steps, seed=self.plan.seed * 1_000_003 + server_round
-        )
+        loss = self._train_generator(server_round)
         return ArrayRecord(_state(self.discriminator)), MetricRecord({"sites": mean.count, "g_loss": loss})
+
+    def _train_generator(self, number: int) -> float:
+        training, weight = self.plan.training, self.plan.matching.weight
+        critic = adversarial(self.discriminator)
+        loss: Loss = critic
+        if (matching := self._matching) and weight:
+
+            def loss(images: Tensor, labels: Tensor) -> Tensor:
+                both: Tensor = critic(images, labels) + weight * matching(images, labels)
+                return both
+
+        if number == self.plan.matching.rounds + 1:
+            self._trainer.restart()
+        rates = [training.g_learning_rate] * training.g_steps
+        return self._trainer.update(loss, rates, batch_size=training.g_batch_size, seed=self._seed(number))
+
+    def _match(self, number: int) -> float:
+        """G steps on the moments alone, at a learning rate that falls over all such rounds."""
+        settings = self.plan.matching
+        if self._matching is None:
+            raise ConfigError("matching.rounds asks for moments; set privacy.moments")
+        first, whole = (number - 1) * settings.g_steps, settings.rounds * settings.g_steps
+        rates = [cosine(first + step, whole, settings.learning_rate) for step in range(settings.g_steps)]
+        return self._trainer.update(self._matching, rates, batch_size=settings.batch_size, seed=self._seed(number))
+
+    def _seed(self, number: int) -> int:
+        return self.plan.seed * 1_000_003 + number
+
+    def _no_moments(self) -> MomentMatching | None:
+        """What will match the moments, once they are released."""
+        moments, generator = self.plan.privacy.moments, self._trainer.generator
+        if moments is None:
+            return None
+        device = next(generator.parameters()).device
+        shape = tuple(draw(generator.eval(), torch.zeros(1, dtype=torch.int64), seed=0).shape[1:])
+        classes = int(generator.num_classes)  # type: ignore[arg-type]
+        return MomentMatching(FeatureMap(moments.features, shape), classes).to(device)
+
+    def _ask_moments(self, grid: Grid) -> None:
+        """Have every site release its noised sums, and take the classes' means from their total.
+
+        Raises:
+            FederationError: fewer sites than the quorum released.
+        """
+        assert self._matching is not None
+        template = torch.zeros(self._matching.shape, dtype=torch.float64)
+        requests = list(self._exchange.requests(1, b"", "moment_release"))
+        replies = grid.send_and_receive(requests, timeout=self.plan.federation.round_timeout)
+        released: dict[str, Tensor] = {}
+        for name, answer, tensors in self._exchange.answers(1, replies):
+            if answer.status != "released":
+                continue
+            try:
+                sums = wire.read_tensors(tensors, sums=template)["sums"]
+                self._check_sums(sums, self.sites[name].plan)
+                released[name] = sums
+            except WireError as error:
+                self._exchange.outcomes[name] = {"status": "left out", "reason": str(error)}
+        for name in self._exchange.maybe_charged():
+            self.sites[name].released = True
+        self._folder.log_round({"round": 0, "sites": self._site_records()})
+        if len(released) < self.plan.federation.quorum:
+            self._stop_or_raise(0)
+            raise FederationError("the moment release: fewer sites than the quorum have budget for it")
+        total, variance = torch.zeros_like(template), 0.0
+        for name in sorted(released):  # always in this order, so that the same run gives the same bits
+            total += released[name]
+            variance += (self.sites[name].plan.moment_noise or 0.0) ** 2
+        self._matching.aim(*class_means(total, self._matching.count_weight, math.sqrt(variance)))
+        self._checkpoint(0)
+
+    @staticmethod
+    def _check_sums(sums: Tensor, plan: SitePlan) -> None:
+        """Leave out sums that no honest site can have: one site must not be able to ruin the run."""
+        noise = (plan.moment_noise or 0.0) * (math.sqrt(sums.numel()) + 10)
+        if not float(sums.norm()) <= (most := 1.2 * plan.declared_size + noise):
+            raise WireError(f"sums of norm {float(sums.norm()):.3g}, beyond {most:.3g}, which no honest site has")
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -194,12 +237,12 @@ class FedDPGAN(Strategy):
         if server_round % privacy.evaluation_every:
             return ()
         classifier = self._train_classifier(self.average_generator, server_round)
-        return self._requests(server_round, wire.dump(classifier=classifier), "evaluation_count", MessageType.EVALUATE)
+        return self._exchange.requests(server_round, wire.dump(classifier=classifier), "evaluation_count")
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """The classifier's accuracy over all sites that counted, and the standard deviation of the noise in it."""
         counts: dict[str, float] = {}
-        for name, answer, _ in self._answers(server_round, replies):
+        for name, answer, _ in self._exchange.answers(server_round, replies):
             if answer.status != "counted" or answer.count is None:
                 continue
             most = 0.6 * self.sites[name].plan.declared_size + 10 * (self.plan.privacy.evaluation_noise or 0.0)
@@ -207,8 +250,8 @@ class FedDPGAN(Strategy):
                 counts[name] = answer.count
             else:
                 reason = f"a count of {answer.count:.3g}, beyond {most:.3g}, which no honest site has"
-                self._outcomes[name] = {"status": "left out", "reason": reason}
-        for name in self._maybe_charged():
+                self._exchange.outcomes[name] = {"status": "left out", "reason": reason}
+        for name in self._exchange.maybe_charged():
             self.sites[name].evaluations += 1
         if not counts:
             return None
@@ -231,10 +274,10 @@ class FedDPGAN(Strategy):
         requests = list(self.configure_evaluate(number, arrays, ConfigRecord(), grid))
         if not requests:
             return None
-        trained = self._outcomes
+        trained = self._exchange.outcomes
         replies = grid.send_and_receive(requests, timeout=self.plan.federation.round_timeout)
         metrics = self.aggregate_evaluate(number, replies)
-        counted, self._outcomes = self._outcomes, trained
+        counted, self._exchange.outcomes = self._exchange.outcomes, trained
         return {**(metrics or {}), "outcomes": counted}
 
     def _join(self, grid: Grid) -> None:
@@ -279,7 +322,7 @@ class FedDPGAN(Strategy):
 
     def _average(self, server_round: int, replies: Iterable[Message]) -> RunningMean:
         trained: dict[str, bytes] = {}
-        for name, answer, tensors in self._answers(server_round, replies):
+        for name, answer, tensors in self._exchange.answers(server_round, replies):
             if answer.status == "withdrawn":
                 self.sites[name].withdrawn = answer.reason
             if answer.status == "trained":
@@ -290,11 +333,11 @@ class FedDPGAN(Strategy):
                 state = wire.read_parameters(trained[name], self.discriminator)
                 self._check_moved(state)
             except WireError as error:
-                self._outcomes[name] = {"status": "left out", "reason": str(error)}
+                self._exchange.outcomes[name] = {"status": "left out", "reason": str(error)}
                 continue
             mean.add(state, self.sites[name].plan.declared_size)
-        for name in self._maybe_charged():
-            self.sites[name].steps += self.sites[name].plan.d_steps
+        for name in self._exchange.maybe_charged():
+            self.sites[name].steps += self.sites[name].plan.steps_a_round
         return mean
 
     def _check_moved(self, state: dict[str, Tensor]) -> None:
@@ -313,46 +356,6 @@ class FedDPGAN(Strategy):
                 "the site's learning rate is not the plan's"
             )
 
-    def _maybe_charged(self) -> list[str]:
-        """The sites that may have charged this round's request; one that says `repeated` has done so before."""
-        return [
-            name
-            for name, outcome in self._outcomes.items()
-            if outcome["status"] not in ("withdrawn", "refused") or outcome.get("rule") == "repeated"
-        ]
-
-    def _answers(self, server_round: int, replies: Iterable[Message]) -> Iterator[tuple[str, wire.Answer, bytes]]:
-        """The well-formed answers to what this round asked; notes each site's outcome and its ledger's head."""
-        silent = {"status": "silent", "reason": "no answer in time"}
-        self._outcomes = {name: silent for _, names in self._asked for name in names}
-        asked = {message.metadata.message_id: names for message, names in self._asked}
-        for reply in replies:
-            names = asked.pop(reply.metadata.reply_to_message_id, None)
-            if names is not None:  # else an answer to something this round did not ask
-                yield from self._parts(server_round, reply, set(names))
-
-    def _parts(self, server_round: int, reply: Message, waiting: set[str]) -> Iterator[tuple[str, wire.Answer, bytes]]:
-        """A node's answers for the sites that are waited for; those without a well-formed one are left out."""
-        problem = "the node did not answer for this site"
-        try:
-            parts = wire.unpack_parts(reply)
-        except WireError as error:
-            parts, problem = [], str(error)
-        for header, tensors in parts:
-            try:
-                answer = wire.parse(header, wire.Answer)
-                if answer.site not in waiting or answer.round != server_round:
-                    raise WireError(f"an answer for site {answer.site}, round {answer.round}")
-            except WireError as error:
-                problem = str(error)
-                continue
-            waiting.remove(answer.site)
-            self._outcomes[answer.site] = {"status": answer.status, "rule": answer.rule, "reason": answer.reason}
-            self.sites[answer.site].head = answer.head or self.sites[answer.site].head
-            yield answer.site, answer, tensors
-        for name in waiting:
-            self._outcomes[name] = {"status": "left out", "reason": problem}
-
     def _stop_or_raise(self, number: int) -> None:
         left = [name for name, site in self.sites.items() if not site.withdrawn]
         if len(left) < self.plan.federation.quorum:
@@ -361,7 +364,9 @@ class FedDPGAN(Strategy):
             self._folder.log_round(stopped)
             self._on_round(stopped)
             return
-        problems = "; ".join(f"{n}: {o['reason'] or o['status']}" for n, o in self._outcomes.items() if o["reason"])
+        problems = "; ".join(
+            f"{n}: {o['reason'] or o['status']}" for n, o in self._exchange.outcomes.items() if o["reason"]
+        )
         raise FederationError(
             f"round {number}: fewer answers than the quorum of {self.plan.federation.quorum} ({problems}); "
             "mend the sites and continue with --resume"
@@ -373,7 +378,7 @@ class FedDPGAN(Strategy):
                 "epsilon": site.epsilon,
                 "d_steps": site.steps,
                 "head": site.head,
-                **self._outcomes.get(name, {"status": "withdrawn"}),
+                **self._exchange.outcomes.get(name, {"status": "withdrawn" if site.withdrawn else "not asked"}),
             }
             for name, site in sorted(self.sites.items())
         }
@@ -410,6 +415,7 @@ class FedDPGAN(Strategy):
             state = {name: tensors[f"{key}.{name}"] for name in module.state_dict()}
             module.load_state_dict(state)
         prefix = "optimizer."
+        self._trainer.restart()
         load_optimizer(
             self._trainer.optimizer, {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
         )

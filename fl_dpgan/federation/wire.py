@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Literal, TypeVar
 
 import torch
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from safetensors.torch import load, save
 from torch import Tensor, nn
@@ -19,6 +19,14 @@ from fl_dpgan.privacy.plan import Order, SitePlan
 
 _RECORD = "fl_dpgan"
 
+Mechanism = Literal["discriminator_update", "evaluation_count", "moment_release", "image_gradient"]
+#: What each mechanism's request travels in: Flower's type of message.
+CARRIER: dict[Mechanism, str] = {
+    "discriminator_update": MessageType.TRAIN,
+    "evaluation_count": MessageType.EVALUATE,
+    "moment_release": MessageType.TRAIN,
+    "image_gradient": MessageType.TRAIN,
+}
 
 #: Every field that leaves a site, by message, with the reason why it is safe. What is not listed does not leave.
 LEAVES = {
@@ -36,7 +44,8 @@ LEAVES = {
         "reason": "public: speaks of the request, the policy and the ledger's events",
         "head": "public: hash of the newest ledger entry, over events and what they released",
         "count": "charged: the noised count of event `evaluation_count`",
-        "tensors": "charged: D's weights after the noised steps of event `discriminator_update`",
+        "tensors": "charged: D's weights after the noised steps of event `discriminator_update`, the noised sums of "
+        "event `moment_release`, or the noised gradients of event `image_gradient`",
     },
 }
 
@@ -55,7 +64,7 @@ class Hello(_Header):
 
 
 class Request(_Header):
-    """One request to one site. Tensors: D's and G's weights, or for an evaluation count a classifier's.
+    """One request to one site. Tensors: D's and G's weights, a classifier's for an evaluation count, none for moments.
 
     `anchor` is the newest hash of the site's ledger that the server has seen: a site whose ledger does not hold it has
     lost entries, and does not train.
@@ -65,7 +74,7 @@ class Request(_Header):
     round: int = Field(ge=1, le=10**7)
     site: str = Field(max_length=64)
     plan: SitePlan
-    mechanism: Literal["discriminator_update", "evaluation_count"] = "discriminator_update"
+    mechanism: Mechanism = "discriminator_update"
     anchor: str = Field("", pattern=r"^([0-9a-f]{64})?$")
 
     @property
@@ -81,11 +90,14 @@ def _printable(text: str) -> str:
 
 
 class Answer(_Header):
-    """A site's answer: `trained` comes with D's weights, `counted` with a count, the rest with a rule and a reason."""
+    """A site's answer: `trained` comes with D's weights, `released` with sums or gradients, `counted` with a count.
+
+    The rest come with a rule and a reason.
+    """
 
     site: str
     round: int
-    status: Literal["trained", "counted", "withdrawn", "refused", "failed"]
+    status: Literal["trained", "released", "counted", "withdrawn", "refused", "failed"]
     rule: str = Field("", pattern=r"^[a-z_]{0,64}$")
     reason: Annotated[str, AfterValidator(_printable)] = Field("", max_length=1000)  # it goes to logs and terminals
     head: str = Field("", pattern=r"^([0-9a-f]{64})?$")
@@ -190,6 +202,22 @@ def read_parameters(tensors: bytes, discriminator: nn.Module) -> dict[str, Tenso
     """
     given = _load(tensors)
     check(given, dict(discriminator.named_parameters()))
+    return given
+
+
+def dump_tensors(**tensors: Tensor) -> bytes:
+    """Serialise tensors by name."""
+    return _save(tensors)
+
+
+def read_tensors(tensors: bytes, **template: Tensor) -> dict[str, Tensor]:
+    """Serialised tensors by name, after checking names, shapes, types and that every value is finite.
+
+    Raises:
+        WireError: they do not fit.
+    """
+    given = _load(tensors)
+    check(given, template)
     return given
 
 

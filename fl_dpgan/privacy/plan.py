@@ -2,14 +2,16 @@
 
 import hashlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from fl_dpgan.errors import ConfigError
 from fl_dpgan.privacy.accountant import ORDERS, Event, best_order, calibrate, epsilon
 from fl_dpgan.privacy.clipping import ClippingRule, EpsilonAdaptive, Quantile
 from fl_dpgan.privacy.entries import Unit
+from fl_dpgan.privacy.moments import Features
 from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.privacy.units import Indices, Units
 
@@ -28,6 +30,22 @@ def _preset(order: float) -> float:
 
 Order = Annotated[float, AfterValidator(_preset)]
 
+#: What a round's answer is: D after noised steps, or noised gradients of the site's own critic with respect to fakes.
+Update = Literal["discriminator_update", "image_gradient"]
+
+
+class MomentsConfig(BaseModel):
+    """A release of noised class sums before the first round.
+
+    Attributes:
+        features: what is summed up.
+        epsilon: what the release would cost by itself, of the run's eps_max; left out, all, where there are no rounds.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    features: Features = Features()
+    epsilon: float | None = Field(None, gt=0, le=1000, allow_inf_nan=False)
+
 
 class PrivacyConfig(BaseModel):
     """What a federation proposes, the same for every site.
@@ -39,6 +57,8 @@ class PrivacyConfig(BaseModel):
         unit: what is protected.
         evaluation_noise: sigma of the sites' noised count of images that a classifier trained on synthetic ones gets
             right; left out, no site is asked. evaluation_every: rounds between two such questions.
+        moments: a moment release before the first round; left out, there is none.
+        update: what a round's answer is.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,6 +70,8 @@ class PrivacyConfig(BaseModel):
     unit: Unit = "image"
     evaluation_noise: float | None = Field(None, ge=LEAST_NOISE, le=1e6, allow_inf_nan=False)
     evaluation_every: int = Field(10, ge=1, le=10**6)
+    moments: MomentsConfig | None = None
+    update: Update = "discriminator_update"
 
 
 class SitePlan(BaseModel):
@@ -59,7 +81,7 @@ class SitePlan(BaseModel):
     declared_size: int = Field(ge=1, le=10**10)
     batch_size: int = Field(ge=1, le=100_000)
     d_steps: int = Field(ge=1, le=100_000)
-    rounds: int = Field(ge=1, le=10**7)
+    rounds: int = Field(ge=0, le=10**7)
     noise_multiplier: float = Field(ge=LEAST_NOISE, le=1e6, allow_inf_nan=False)
     eps_max: float = Field(gt=0, le=1000, allow_inf_nan=False)
     delta: float = Field(gt=0, lt=0.5, allow_inf_nan=False)
@@ -68,6 +90,9 @@ class SitePlan(BaseModel):
     unit: Unit = "image"
     evaluation_noise: float | None = Field(None, ge=LEAST_NOISE, le=1e6, allow_inf_nan=False)
     evaluation_every: int = Field(10, ge=1, le=10**6)
+    moments: Features | None = None
+    moment_noise: float | None = Field(None, ge=LEAST_NOISE, le=1e6, allow_inf_nan=False)
+    update: Update = "discriminator_update"
 
     @model_validator(mode="after")
     def _possible(self) -> "SitePlan":
@@ -83,6 +108,10 @@ class SitePlan(BaseModel):
             )
         if self.d_steps * self.rounds > 10**9:
             raise ValueError(f"{self.rounds} rounds of {self.d_steps} D steps are more than 10^9 steps; take fewer")
+        if (self.moments is None) != (self.moment_noise is None):
+            raise ValueError("a moment release needs both features and noise; give both or neither")
+        if self.rounds == 0 and self.moments is None:
+            raise ValueError("a plan without rounds and without a moment release does nothing; set training.rounds")
         if isinstance(self.clipping, Quantile) and 2 * self.clipping.count_noise <= self.noise_multiplier:
             raise ValueError(
                 f"count_noise = {self.clipping.count_noise:g} leaves nothing for the gradient at noise multiplier "
@@ -110,9 +139,16 @@ class SitePlan(BaseModel):
             "unit": privacy.unit,
             "evaluation_noise": privacy.evaluation_noise,
             "evaluation_every": privacy.evaluation_every,
+            "moments": privacy.moments and privacy.moments.features,
+            "moment_noise": cls._moment_noise(privacy, rounds, order),
+            "update": privacy.update,
         }
         # validate before calibrating: an impossible q must be named as such, not as a failed search
         draft = cls.model_validate({**constants, "clipping": EpsilonAdaptive(), "noise_multiplier": 1.0, "order": 2.0})
+        if not rounds:
+            only = tuple(draft.whole_run)
+            order = order or best_order(only, privacy.delta)
+            return cls.model_validate({**constants, "noise_multiplier": draft.moment_noise, "order": order})
         steps, *others = draft.whole_run
         sigma = privacy.noise_multiplier or max(
             LEAST_NOISE,
@@ -124,10 +160,29 @@ class SitePlan(BaseModel):
         order = order or best_order((replace(steps, noise_multiplier=sigma), *others), privacy.delta)
         return cls.model_validate({**constants, "noise_multiplier": sigma, "order": order})
 
+    @staticmethod
+    def _moment_noise(privacy: PrivacyConfig, rounds: int, order: float | None) -> float | None:
+        if privacy.moments is None:
+            return None
+        share = privacy.moments.epsilon
+        if share is None and rounds:
+            raise ConfigError("privacy.moments.epsilon is missing: say what the moment release may cost of eps_max")
+        if share is not None and share > privacy.eps_max:
+            raise ConfigError(f"privacy.moments.epsilon = {share:g} is above eps_max = {privacy.eps_max:g}; lower it")
+        cost = share or privacy.eps_max
+        # a share is what the release would cost by itself, at the order that suits it: at the run's it may not be had
+        at = None if rounds else order
+        return max(LEAST_NOISE, calibrate(eps_max=cost, delta=privacy.delta, sample_rate=1.0, steps=1, order=at))
+
     @property
     def sample_rate(self) -> float:
-        """Q = B / N^."""
-        return self.batch_size / self.declared_size
+        """Q = B / N^ of a D step; 1 where a round releases gradients of fakes, on which every record acts."""
+        return self.batch_size / self.declared_size if self.update == "discriminator_update" else 1.0
+
+    @property
+    def steps_a_round(self) -> int:
+        """Steps of the mechanism that a round charges: its D steps, or one release of gradients."""
+        return self.d_steps if self.update == "discriminator_update" else 1
 
     @property
     def digest(self) -> str:
@@ -136,8 +191,13 @@ class SitePlan(BaseModel):
 
     @property
     def event(self) -> Event:
-        """The ledger's event for one round's D steps."""
-        return self._steps(self.d_steps)
+        """The ledger's event for one round's update."""
+        return self._steps(self.steps_a_round)
+
+    @property
+    def moment_release(self) -> Event | None:
+        """The ledger's event for the moment release, over all units; None where the plan has none."""
+        return Event(1.0, self.moment_noise, 1, "moment_release") if self.moment_noise else None
 
     @property
     def evaluation(self) -> Event | None:
@@ -146,15 +206,20 @@ class SitePlan(BaseModel):
 
     @property
     def whole_run(self) -> tuple[Event, ...]:
-        """All that the run will charge to the site, an event a mechanism; the D steps come first."""
-        asked = self.rounds // self.evaluation_every
-        counts = self._counts(asked) if asked else None
-        return (self._steps(self.d_steps * self.rounds), *([counts] if counts else []))
+        """All that the run will charge to the site, an event a mechanism; the rounds' updates come first."""
+        return self._events(self.steps_a_round * self.rounds, self.rounds // self.evaluation_every, released=True)
 
-    def epsilon_after(self, steps: int, evaluations: int = 0) -> float:
-        """This run's epsilon after `steps` D steps and some evaluation counts, at the plan's order; 0 before any."""
-        events = [self._steps(steps) if steps else None, self._counts(evaluations) if evaluations else None]
-        return epsilon([event for event in events if event], self.order, self.delta)
+    def epsilon_after(self, steps: int, evaluations: int = 0, *, released: bool = False) -> float:
+        """This run's epsilon after `steps` steps of its updates, some evaluation counts and the moment release."""
+        return epsilon(self._events(steps, evaluations, released=released), self.order, self.delta)
+
+    def _events(self, steps: int, evaluations: int, *, released: bool) -> tuple[Event, ...]:
+        found = (
+            self._steps(steps) if steps else None,
+            self._counts(evaluations) if evaluations else None,
+            self.moment_release if released else None,
+        )
+        return tuple(event for event in found if event)
 
     def clipping_norm(self, step: int, followed: float | None = None) -> float:
         """C_t of D step `step` (0-based, counted over the run).
@@ -181,7 +246,7 @@ class SitePlan(BaseModel):
         return template.new_tensor(draw).view_as(template)
 
     def _steps(self, count: int) -> Event:
-        return Event(self.sample_rate, self.noise_multiplier, count)
+        return Event(self.sample_rate, self.noise_multiplier, count, self.update)
 
     def _counts(self, count: int) -> Event | None:
         return Event(1.0, self.evaluation_noise, count, "evaluation_count") if self.evaluation_noise else None

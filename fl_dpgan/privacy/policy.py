@@ -12,7 +12,7 @@ from fl_dpgan.privacy.accountant import Event, best_order, calibrate
 from fl_dpgan.privacy.entries import Account, Unit
 from fl_dpgan.privacy.plan import LEAST_NOISE, Order, SitePlan
 
-Mechanism = Literal["discriminator_update", "evaluation_count"]
+Mechanism = Literal["discriminator_update", "evaluation_count", "moment_release", "image_gradient"]
 
 
 class Policy(BaseModel):
@@ -52,7 +52,9 @@ class Policy(BaseModel):
         ("discriminator_update",),
         min_length=1,
         description='What may leave: "discriminator_update" (the noised D), "evaluation_count" (a noised count of '
-        "how many of the site's images a classifier trained on synthetic ones gets right).",
+        "how many of the site's images a classifier trained on synthetic ones gets right), "
+        '"moment_release" (noised sums of features of the images, class by class), '
+        '"image_gradient" (noised gradients of a critic that stays at the site).',
     )
 
     @model_validator(mode="after")
@@ -90,8 +92,7 @@ class Policy(BaseModel):
         if mechanism not in self.mechanisms:
             raise PolicyError("mechanisms", f"{mechanism} may not leave this site, only {', '.join(self.mechanisms)}")
         noise = [plan.noise_multiplier]
-        if plan.evaluation_noise is not None:
-            noise.append(plan.evaluation_noise)
+        noise += [sigma for sigma in (plan.evaluation_noise, plan.moment_noise) if sigma is not None]
         for rule, asked, largest in (
             ("eps_per_run", plan.eps_max, self.eps_per_run),
             ("largest_sample_rate", plan.sample_rate, self.largest_sample_rate),

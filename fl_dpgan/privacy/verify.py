@@ -183,6 +183,8 @@ _NOT_NEGATIVE = _real(lambda value: value >= 0, "a number of at least 0")
 _DELTA = _real(lambda value: 0 < value < 1, "a number between 0 and 1")
 _TIME = _real(lambda value: True, "a finite number")
 
+_MECHANISMS = ("discriminator_update", "evaluation_count", "moment_release", "image_gradient")
+
 _RULES: dict[str, dict[str, _Rule]] = {
     "account": {
         "format": _whole(1, 1),
@@ -198,7 +200,7 @@ _RULES: dict[str, dict[str, _Rule]] = {
     },
     "disjoint": {"name": _NAME, "declared_size": _whole(1), "reason": _text(r".*\S.*", "a reason"), "time": _TIME},
     "charge": {
-        "mechanism": _text("discriminator_update|evaluation_count", "a mechanism known to this verifier"),
+        "mechanism": _text("|".join(_MECHANISMS), "a mechanism known to this verifier"),
         "sample_rate": _real(lambda value: 0 < value <= 1, "a rate above 0 and up to 1"),
         "noise_multiplier": _real(lambda value: value >= 0.01, "a number of at least 0.01"),
         "count": _whole(1, 10**9),

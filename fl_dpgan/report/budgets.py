@@ -15,7 +15,9 @@ from fl_dpgan.privacy.accountant import epsilon, epsilon_from_rdp, step_rdp, ste
 from fl_dpgan.privacy.entries import MAIN, charge_of
 from fl_dpgan.privacy.ledger import LedgerReader
 
-_SHORT = {"discriminator_update": "D", "evaluation_count": "count"}
+_SHORT = {
+    "discriminator_update": "D", "evaluation_count": "count", "moment_release": "moments", "image_gradient": "gradient",
+}  # fmt: skip
 
 
 def ledgers_of(path: Path) -> list[Path]:

@@ -1,10 +1,33 @@
-"""The server's part: generator steps against the averaged discriminator, and draws. No real image is within reach."""
+"""The server's part: generator steps on a loss of fakes, and draws. No real image is within reach."""
 
 import copy
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import softplus
+
+#: Of fakes (n, channels, size, size) and their labels (n,): a number that G makes small.
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def adversarial(discriminator: nn.Module) -> Loss:
+    """The non-saturating loss (Goodfellow et al., arXiv 1406.2661, section 3) against a D that stays as it is."""
+    discriminator.eval()
+    state = {name: tensor.detach() for name, tensor in discriminator.state_dict().items()}
+
+    def loss(images: Tensor, labels: Tensor) -> Tensor:
+        logits: Tensor = functional_call(discriminator, state, (images, labels))
+        return softplus(-logits).mean()
+
+    return loss
+
+
+def cosine(step: int, steps: int, rate: float) -> float:
+    """The learning rate at `step` (0-based) of `steps`: up within 20 steps, then along a cosine to a 20th of `rate`."""
+    return rate * min(1.0, (step + 1) / 20) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
 
 
 class GeneratorTrainer:
@@ -12,17 +35,21 @@ class GeneratorTrainer:
 
     Args:
         generator: has `latent_dim` and `num_classes`; called as `generator(z, labels)`.
-        learning_rate, batch_size: of the G steps. ema_decay: weight of the past in the EMA, in [0, 1).
+        ema_decay: weight of the past in the EMA, in [0, 1).
     """
 
-    def __init__(self, generator: nn.Module, *, learning_rate: float, batch_size: int, ema_decay: float) -> None:
+    def __init__(self, generator: nn.Module, *, ema_decay: float) -> None:
         self.generator = generator
         self.average = copy.deepcopy(generator).eval().requires_grad_(False)
-        self.optimizer = torch.optim.Adam(generator.parameters(), lr=learning_rate, betas=(0.5, 0.99))
-        self._batch_size, self._decay = batch_size, ema_decay
+        self._decay = ema_decay
+        self.restart()
 
-    def update(self, discriminator: nn.Module, steps: int, *, seed: int) -> float:
-        """Take `steps` steps on the non-saturating loss (Goodfellow et al., arXiv 1406.2661, section 3).
+    def restart(self) -> None:
+        """Begin with a new optimiser: G's loss is another from here on."""
+        self.optimizer = torch.optim.Adam(self.generator.parameters(), betas=(0.5, 0.99))
+
+    def update(self, loss: Loss, rates: Sequence[float], *, batch_size: int, seed: int) -> float:
+        """Take a step on `loss` at each of these learning rates, with every class as often as the others.
 
         Returns:
             The last step's loss, a number about fakes alone.
@@ -31,18 +58,19 @@ class GeneratorTrainer:
         random = torch.Generator().manual_seed(seed)
         latent_dim, num_classes = int(generator.latent_dim), int(generator.num_classes)  # type: ignore[arg-type]
         generator.train()
-        discriminator.eval().requires_grad_(False)
-        loss = torch.zeros(())
-        for _ in range(steps):
-            z = torch.randn(self._batch_size, latent_dim, generator=random).to(device)
-            labels = torch.randint(num_classes, (self._batch_size,), generator=random).to(device)
-            loss = softplus(-discriminator(generator(z, labels), labels)).mean()
+        value = torch.zeros(())
+        for rate in rates:
+            z = torch.randn(batch_size, latent_dim, generator=random).to(device)
+            first = int(torch.randint(num_classes, (), generator=random))  # small batches take the classes in turn
+            labels = ((torch.arange(batch_size) + first) % num_classes).to(device)
+            value = loss(generator(z, labels), labels)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
             self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            value.backward()
             self.optimizer.step()
             self._average()
-        discriminator.requires_grad_(True)
-        return float(loss.detach())
+        return float(value.detach())
 
     def _average(self) -> None:
         with torch.no_grad():

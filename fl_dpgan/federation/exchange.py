@@ -1,0 +1,117 @@
+"""What the server asks the sites in a round, and how they answered: outcomes, and what may have been charged."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import Message
+
+from fl_dpgan.errors import WireError
+from fl_dpgan.federation import wire
+from fl_dpgan.privacy.plan import SitePlan
+
+
+@dataclass
+class SiteRecord:
+    """What the server knows of a site: all of it public."""
+
+    node: int
+    plan: SitePlan
+    steps: int = 0  # D steps of requests that may have been charged
+    evaluations: int = 0  # evaluation counts likewise
+    released: bool = False  # the moment release likewise
+    head: str = ""  # newest hash of the site's ledger that was seen
+    withdrawn: str = ""
+
+    @property
+    def epsilon(self) -> float:
+        """The run's epsilon at this site, recomputed from the plan and from what was asked for."""
+        return self.plan.epsilon_after(self.steps, self.evaluations, released=self.released)
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the site: all but what a new start of the run finds out anew."""
+        kept = {
+            "steps": self.steps,
+            "evaluations": self.evaluations,
+            "released": self.released,
+            "head": self.head,
+        }
+        return {"plan": self.plan.model_dump(mode="json"), **kept}
+
+
+class Exchange:
+    """Questions to the sites and their answers, one round of one mechanism at a time.
+
+    Args:
+        run: the run's name at the sites.
+
+    Attributes:
+        sites: who has joined, by name. outcomes: how each site that was asked last has answered.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self.sites: dict[str, SiteRecord] = {}
+        self.outcomes: dict[str, dict[str, Any]] = {}
+        self._asked: list[tuple[Message, list[str]]] = []  # Flower gives a message its id when it sends it
+
+    def requests(self, number: int, tensors: bytes, mechanism: wire.Mechanism) -> Iterator[Message]:
+        """A request to each site that has not withdrawn, with its plan; one message a node, the tensors once in it."""
+        self._asked = []
+        nodes: dict[int, list[str]] = {}
+        for name in sorted(self.sites):
+            if not self.sites[name].withdrawn:
+                nodes.setdefault(self.sites[name].node, []).append(name)
+        for node, names in nodes.items():
+            requests = [
+                wire.Request(
+                    run=self._run, round=number, site=name, plan=self.sites[name].plan, mechanism=mechanism,
+                    anchor=self.sites[name].head,
+                )
+                for name in names
+            ]  # fmt: skip
+            content = wire.pack_parts([(request.model_dump_json(), tensors) for request in requests])
+            message = Message(content, dst_node_id=node, message_type=wire.CARRIER[mechanism])
+            self._asked.append((message, names))
+            yield message
+
+    def maybe_charged(self) -> list[str]:
+        """The sites that may have charged this round's request; one that says `repeated` has done so before."""
+        return [
+            name
+            for name, outcome in self.outcomes.items()
+            if outcome["status"] not in ("withdrawn", "refused") or outcome.get("rule") == "repeated"
+        ]
+
+    def answers(self, server_round: int, replies: Iterable[Message]) -> Iterator[tuple[str, wire.Answer, bytes]]:
+        """The well-formed answers to what this round asked; notes each site's outcome and its ledger's head."""
+        silent = {"status": "silent", "reason": "no answer in time"}
+        self.outcomes = {name: silent for _, names in self._asked for name in names}
+        asked = {message.metadata.message_id: names for message, names in self._asked}
+        for reply in replies:
+            names = asked.pop(reply.metadata.reply_to_message_id, None)
+            if names is not None:  # else an answer to something this round did not ask
+                yield from self._parts(server_round, reply, set(names))
+
+    def _parts(self, server_round: int, reply: Message, waiting: set[str]) -> Iterator[tuple[str, wire.Answer, bytes]]:
+        """A node's answers for the sites that are waited for; those without a well-formed one are left out."""
+        problem = "the node did not answer for this site"
+        try:
+            parts = wire.unpack_parts(reply)
+        except WireError as error:
+            parts, problem = [], str(error)
+        for header, tensors in parts:
+            try:
+                answer = wire.parse(header, wire.Answer)
+                if answer.site not in waiting or answer.round != server_round:
+                    raise WireError(f"an answer for site {answer.site}, round {answer.round}")
+            except WireError as error:
+                problem = str(error)
+                continue
+            waiting.remove(answer.site)
+            self.outcomes[answer.site] = {"status": answer.status, "rule": answer.rule, "reason": answer.reason}
+            self.sites[answer.site].head = answer.head or self.sites[answer.site].head
+            yield answer.site, answer, tensors
+        for name in waiting:
+            self.outcomes[name] = {"status": "left out", "reason": problem}

@@ -1,0 +1,63 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.fft import dctn
+
+from fl_dpgan.moments.features import FeatureMap, cosines
+from fl_dpgan.moments.release import unit_vectors
+from fl_dpgan.privacy.moments import Features, Fourier, Frequencies
+
+FOURIER = Features(parts=(Fourier(count=4000, scales=(60.0,)),))
+FREQUENCIES = Features(parts=(Frequencies(side=5, centre=0.2),))
+BOTH = Features(parts=(Fourier(count=40, scales=(20.0, 60.0)), Frequencies(side=3, weight=3.0)), count_share=0.2)
+
+
+def images(count, channels=1, size=28, seed=0):
+    return torch.rand(count, channels, size, size, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+def test_fourier_features_give_the_gaussian_kernel():
+    x = images(6) * torch.linspace(0.1, 1, 6).view(-1, 1, 1, 1)
+    found = FeatureMap(FOURIER, (1, 28, 28))(x) / FOURIER.weights[0]
+    pixels = ((x + 1) / 2).flatten(1).double()
+    kernel = torch.exp(-torch.cdist(pixels, pixels).square() / (2 * 60.0))
+    assert torch.allclose((found @ found.T).double(), kernel, atol=5 / math.sqrt(2000))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_frequency_features_give_the_squared_cosine_of_low_frequency_vectors(channels):
+    x = images(5, channels)
+    found = FeatureMap(FREQUENCIES, (channels, 28, 28))(x) / FREQUENCIES.weights[0]
+    pixels = ((x + 1) / 2 - 0.2).numpy()
+    low = dctn(pixels, axes=(2, 3), norm="ortho")[:, :, :5, :5].reshape(5, -1)
+    u = low / np.linalg.norm(low, axis=1, keepdims=True)
+    np.testing.assert_allclose((found @ found.T).numpy(), (u @ u.T) ** 2, atol=1e-5)
+
+
+def test_the_cosine_transform_is_orthonormal():
+    torch.testing.assert_close(cosines(28, 28) @ cosines(28, 28).T, torch.eye(28), atol=1e-5, rtol=0)
+
+
+@given(st.integers(0, 2**31 - 1), st.sampled_from([0.0, 1e-30, 0.3, 1.0, 50.0]))
+@settings(max_examples=40, deadline=None)
+def test_invariant_1_whatever_the_image_a_unit_adds_a_vector_of_norm_at_most_one(seed, scale):
+    vectors = unit_vectors(FeatureMap(BOTH, (1, 28, 28)), images(3, seed=seed) * scale)
+    assert bool((vectors.norm(dim=1) <= 1 + 1e-12).all())
+    torch.testing.assert_close(vectors[:, -1], torch.full((3,), math.sqrt(0.2), dtype=torch.float64), rtol=1e-4, atol=0)
+
+
+def test_an_ordinary_image_uses_its_whole_norm():
+    assert unit_vectors(FeatureMap(BOTH, (1, 28, 28)), images(4)).norm(dim=1).min() > 0.999
+
+
+def test_features_follow_from_the_seed_alone():
+    torch.manual_seed(1)
+    first = FeatureMap(BOTH, (1, 28, 28))(images(2))
+    torch.manual_seed(2)
+    assert torch.equal(first, FeatureMap(BOTH, (1, 28, 28))(images(2)))
+    other = Features(parts=(Fourier(count=40, scales=(20.0, 60.0), seed=1), BOTH.parts[1]), count_share=0.2)
+    assert not torch.equal(first, FeatureMap(other, (1, 28, 28))(images(2)))
