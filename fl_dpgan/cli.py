@@ -12,15 +12,13 @@ import typer
 from rich.console import Console
 
 from fl_dpgan.commands import budget, site
+from fl_dpgan.commands.evaluate import DataDir, RunPath, evaluate
 from fl_dpgan.errors import ConfigError, FlDpganError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(budget.app, name="budget")
 app.add_typer(site.app, name="site")
 console = Console()
-
-DataDir = Annotated[Path | None, typer.Option("--data-dir", envvar="FL_DPGAN_DATA", help="Where the data files are.")]
-RunPath = Annotated[Path, typer.Argument(help="A run's folder.")]
 
 
 def main() -> None:
@@ -103,38 +101,7 @@ def generate(
     console.print(f"{count} images and card.json written to {out}")
 
 
-@app.command()
-def evaluate(run: RunPath, data_dir: DataDir = None) -> None:
-    """Train a CNN on synthetic images only, and print its accuracy on real held-out ones."""
-    import torch
-    from rich.progress import Progress
-
-    from fl_dpgan.data import load, to_tensor
-    from fl_dpgan.evaluation.utility import accuracy, classifier_of
-    from fl_dpgan.files import write_atomically
-    from fl_dpgan.report.synthetic import run_generator
-    from fl_dpgan.runs import RunFolder
-
-    folder = RunFolder.open(run)
-    scenario = folder.scenario
-    model, settings = scenario.model, scenario.evaluation
-    generator, meta = run_generator(folder)
-    test = load(scenario.data.source, split="test", size=model.size, channels=model.channels, data_dir=data_dir)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("CNN on synthetic images", total=settings.epochs)
-        cnn = classifier_of(generator, settings, seed=scenario.seed, on_epoch=lambda: progress.advance(task))
-    share = accuracy(cnn, to_tensor(test.images), torch.from_numpy(test.labels))
-    result = {
-        "cnn_accuracy": share,
-        "round": meta["round"],
-        "synthetic_images": settings.images,
-        "real_test_images": len(test),
-    }
-    write_atomically(run / "evaluation.json", (json.dumps(result, indent=2) + "\n").encode())
-    console.print(
-        f"CNN accuracy on {len(test)} real held-out images: {share:.4f} "
-        f"(round {meta['round']}, trained on {settings.images} synthetic images for {settings.epochs} epochs)"
-    )
+app.command()(evaluate)
 
 
 @app.command()
