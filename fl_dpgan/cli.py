@@ -1,6 +1,7 @@
 """The command line: `fl-dpgan simulate`, `generate`, `evaluate` and `report`, and the groups in `commands`."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -126,6 +127,7 @@ def _run(folder: Any, job: Any) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from fl_dpgan.federation.simulation import simulate as run_simulation
+    from fl_dpgan.report.synthetic import NO_GUARANTEE
 
     columns = (
         TextColumn("round"),
@@ -135,18 +137,19 @@ def _run(folder: Any, job: Any) -> None:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("epsilon 0", total=folder.scenario.training.rounds)
+        task = progress.add_task("epsilon 0", total=folder.scenario.all_rounds)
 
         def on_round(record: dict[str, Any]) -> None:
             if "stopped" in record:
                 progress.console.print(f"stopped before round {record['round']}: {record['stopped']}", markup=False)
                 return
             for name, site in record["sites"].items():
-                if site["status"] != "trained":
+                if site["status"] not in ("trained", "released", "not asked"):
                     reason = site.get("reason", "")
                     progress.console.print(f"round {record['round']}: {name} {site['status']}: {reason}", markup=False)
+            known = math.isfinite(record["epsilon_max"])
             spent = f"epsilon {record['epsilon_min']:.3f} to {record['epsilon_max']:.3f}"
-            progress.update(task, completed=record["round"], description=spent)
+            progress.update(task, completed=record["round"], description=spent if known else NO_GUARANTEE)
 
         def interrupted(signum: int, frame: object) -> None:
             import ray
@@ -162,15 +165,28 @@ def _run(folder: Any, job: Any) -> None:
 
 
 def _finish(folder: Any) -> None:
+    from fl_dpgan.baselines.gs_wgan import paper_epsilon
     from fl_dpgan.files import write_atomically
     from fl_dpgan.report.budgets import budget_rows, budget_table, ledgers_of
-    from fl_dpgan.report.synthetic import run_generator, sample_grid
+    from fl_dpgan.report.synthetic import NO_GUARANTEE, run_generator, sample_grid
 
     generator, meta = run_generator(folder)
-    sample_grid(generator, folder.scenario).save(folder.path / "samples.png")
-    rows = [row for ledger in ledgers_of(folder.path) for row in budget_rows(ledger)]
-    write_atomically(folder.path / "budgets.json", (json.dumps(rows, indent=2) + "\n").encode())
-    console.print(budget_table(rows))
+    scenario = folder.scenario
+    privacy, sites = scenario.privacy, scenario.federation.sites
+    sample_grid(generator, scenario).save(folder.path / "samples.png")
+    if privacy.non_private:
+        console.print(NO_GUARANTEE)
+    else:
+        rows = [row for ledger in ledgers_of(folder.path) for row in budget_rows(ledger)]
+        write_atomically(folder.path / "budgets.json", (json.dumps(rows, indent=2) + "\n").encode())
+        console.print(budget_table(rows))
+    if privacy.update == "image_gradient" and scenario.training.rounds:
+        claimed = paper_epsilon(scenario.site_plan(scenario.declared_size(0)), sites)
+        console.print(
+            f"the GS-WGAN paper's own accounting would claim epsilon {claimed:.3f} for the whole plan: no guarantee "
+            "here, where the server knows which site answers",
+            soft_wrap=True,
+        )
     console.print(f"{meta['round']} rounds done; images in {folder.path / 'samples.png'}", soft_wrap=True)
 
 

@@ -101,7 +101,10 @@ class Plan(_Section):
 
 
 class DataConfig(_Section):
-    """Which images, and how they are split over the sites (flwr-datasets' partitioners)."""
+    """Which images, and how they are split over the sites (flwr-datasets' partitioners).
+
+    `withheld` training images go to no site: settings may be chosen on them.
+    """
 
     source: str = "digits"
     partition: Literal["iid", "dirichlet", "size", "pathological"] = "iid"
@@ -109,6 +112,7 @@ class DataConfig(_Section):
     sizes: tuple[int, ...] | None = None
     classes_per_site: int | None = Field(None, ge=1)
     declared_size: int | tuple[int, ...] = 479
+    withheld: int = Field(0, ge=0)
     allow_missing_classes: bool = False
 
 
@@ -142,6 +146,7 @@ class Scenario(Plan):
     """A simulation: a plan, its data, its networks and how it is evaluated."""
 
     name: str = Field("custom", pattern=r"^[a-z0-9][a-z0-9-]*$")
+    method: str = Field("custom", pattern=r"^[a-z0-9][a-z0-9-]*$")
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     simulation: SimulationConfig = SimulationConfig()
@@ -179,8 +184,11 @@ def scenario_folder() -> Path:
 def load_scenario(name_or_path: str, overrides: Iterable[str] = ()) -> Scenario:
     """Read a shipped scenario by name, or a TOML file, and apply overrides of the form `section.key=value`.
 
+    A file may hold several methods: the tables under `[methods.NAME]` go over the others where `method` is NAME. The
+    other overrides come last.
+
     Raises:
-        ConfigError: no such scenario, not TOML, an unknown key, or a value out of its range.
+        ConfigError: no such scenario or method, not TOML, an unknown key, or a value out of its range.
     """
     path = Path(name_or_path) if name_or_path.endswith(".toml") else scenario_folder() / f"{name_or_path}.toml"
     if not path.is_file():
@@ -190,8 +198,13 @@ def load_scenario(name_or_path: str, overrides: Iterable[str] = ()) -> Scenario:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    for override in overrides:
-        _apply(raw, override)
+    changes = [_parsed(override) for override in overrides]
+    for keys, value in changes:
+        if keys == ["method"]:
+            raw["method"] = value
+    _take_method(raw, path)
+    for keys, value in changes:
+        _set(raw, keys, value)
     return parse_scenario(raw)
 
 
@@ -219,7 +232,26 @@ def one_line(error: ValidationError) -> str:
     return f"{where}: {message}{shown}" if where else message
 
 
-def _apply(raw: dict[str, Any], override: str) -> None:
+def _take_method(raw: dict[str, Any], path: Path) -> None:
+    methods = raw.pop("methods", None)
+    if methods is None:
+        return
+    name = raw.get("method")
+    if not isinstance(methods, dict) or not isinstance(methods.get(name), dict):
+        known = ", ".join(methods) if isinstance(methods, dict) else "none"
+        raise ConfigError(f"{path.stem} has no method {name!r}; choose one of {known}")
+    _merge(raw, methods[name])
+
+
+def _merge(raw: dict[str, Any], over: dict[str, Any]) -> None:
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(raw.get(key), dict) and "rule" not in value:
+            _merge(raw[key], value)
+        else:
+            raw[key] = value  # a clipping rule's table is one value
+
+
+def _parsed(override: str) -> tuple[list[str], Any]:
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
         raise ConfigError(f"--set {override!r} is not of the form section.key=value")
@@ -227,11 +259,15 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string
-    *sections, last = key.strip().split(".")
+    return key.strip().split("."), value
+
+
+def _set(raw: dict[str, Any], keys: list[str], value: Any) -> None:
+    *sections, last = keys
     table = raw
     for section in sections:
         inner = table.setdefault(section, {})
         if not isinstance(inner, dict):
-            raise ConfigError(f"--set {override!r}: {section!r} is a value, not a section")
+            raise ConfigError(f"--set {'.'.join(keys)}: {section!r} is a value, not a section")
         table = inner
     table[last] = value

@@ -10,7 +10,9 @@ from simulations.benchmarks.common import environment, show
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 speed = typer.Typer(no_args_is_help=True, help="What things take: seconds, and memory.")
+utility = typer.Typer(no_args_is_help=True, help="How good the images are, by method: runs, and tables of them.")
 app.add_typer(speed, name="speed")
+app.add_typer(utility, name="utility")
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Where to keep the raw result.")]
 Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Rounds, of which medians are taken.")]
@@ -122,6 +124,40 @@ def batching(
 
     started = environment()
     show("speed batching", measure(width, batch, samples, rounds), render, started, file)
+
+
+@utility.command()
+def run(
+    data_dir: Annotated[Path | None, typer.Option(envvar="FL_DPGAN_DATA", help="Where the data files are.")] = None,
+    scenario: Annotated[list[str], typer.Option(help="May be repeated.")] = ["mnist"],  # noqa: B006
+    method: Annotated[list[str], typer.Option(help="Of the scenario, or `real`; may be repeated.")] = ["fl-dpgan"],  # noqa: B006
+    epsilon: Annotated[list[float], typer.Option(help="eps_max of a run; may be repeated.")] = [10.0],  # noqa: B006
+    seed: Annotated[list[int], typer.Option(help="May be repeated.")] = [0],  # noqa: B006
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; may be repeated.")] = None,
+    label: Annotated[str, typer.Option(help="Names what --set changes.")] = "",
+    withheld: Annotated[bool, typer.Option(help="Test on withheld training images: to choose settings.")] = False,
+) -> None:
+    """Simulate every combination and evaluate it in full; a result that is there is kept."""
+    from simulations.benchmarks.utility import Bench, trials
+
+    bench = Bench(data_dir, withheld)
+    for trial in trials(scenario, method, epsilon, seed, overrides or (), label):
+        bench.run(trial)
+
+
+@utility.command()
+def tables(
+    withheld: Annotated[bool, typer.Option(help="Those on withheld training images.")] = False,
+    attacks: Annotated[bool, typer.Option(help="Membership inference, too.")] = False,
+) -> None:
+    """Print the results as Markdown."""
+    from simulations.benchmarks.utility import attack_tables, results
+    from simulations.benchmarks.utility import tables as render
+
+    found = results(withheld=withheld)
+    print(render(found))
+    if attacks:
+        print(attack_tables(found))
 
 
 if __name__ == "__main__":

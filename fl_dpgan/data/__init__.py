@@ -1,6 +1,6 @@
 """Image data: `load` reads one split of a named source, `partition` divides its records among sites."""
 
 from fl_dpgan.data.partition import PartitionKind, partition
-from fl_dpgan.data.sources import SOURCES, ImageData, Split, load, to_tensor, to_unit
+from fl_dpgan.data.sources import SOURCES, ImageData, Split, load, to_tensor, to_unit, withhold
 
-__all__ = ["SOURCES", "ImageData", "PartitionKind", "Split", "load", "partition", "to_tensor", "to_unit"]
+__all__ = ["SOURCES", "ImageData", "PartitionKind", "Split", "load", "partition", "to_tensor", "to_unit", "withhold"]

@@ -45,6 +45,7 @@ _MEDMNIST_SOURCES = {
     "breastmnist": ("BreastMNIST", ("malignant", "normal, benign")),
     "retinamnist": ("RetinaMNIST", ("0", "1", "2", "3", "4")),
 }
+_WITHHELD_SEED = 5_000
 SOURCES = ("digits", *_IDX_SOURCES, *_MEDMNIST_SOURCES, "npz", "folder", "manifest")
 
 
@@ -72,6 +73,18 @@ class ImageData:
             raise bad("subset", f"index {wrong[0]} is outside 0..{len(self) - 1}", "pass indices of this data set")
         patients = None if self.patients is None else tuple(self.patients[i] for i in chosen)
         return ImageData(self.images[chosen], self.labels[chosen], self.classes, patients)
+
+
+def withhold(data: ImageData, count: int) -> tuple[ImageData, ImageData]:
+    """Part the images into those for the sites and `count` others, on which settings may be chosen.
+
+    Which ones does not depend on a run's seed: no run of a series trains on another's. DataError where none would be
+    left for the sites.
+    """
+    if count >= len(data):
+        raise bad("withheld", f"{count} of {len(data)} images", "set data.withheld to fewer")
+    order = np.random.default_rng(_WITHHELD_SEED).permutation(len(data))
+    return data.subset(np.sort(order[count:])), data.subset(np.sort(order[:count]))
 
 
 def to_tensor(images: NDArray[np.uint8]) -> torch.Tensor:

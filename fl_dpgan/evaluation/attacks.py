@@ -8,6 +8,7 @@ how much that alone tells them apart. Of many sites, one in twenty lies outside 
 
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fl_dpgan.data import ImageData, load, to_unit
+from fl_dpgan.data import ImageData, load, to_unit, withhold
 from fl_dpgan.errors import DataError, RunFolderError
 from fl_dpgan.evaluation.membership import Scores, statistics
 from fl_dpgan.federation.simulation import split_data
@@ -58,23 +59,27 @@ def attack_run(folder: RunFolder, generator: nn.Module, data_dir: Path | None, *
     scenario = folder.scenario
     model, random = scenario.model, np.random.default_rng(seed)
     train, parts = split_data(scenario, data_dir)
-    test = load(scenario.data.source, split="test", size=model.size, channels=model.channels, data_dir=data_dir)
+    read = partial(load, scenario.data.source, size=model.size, channels=model.channels, data_dir=data_dir)
+    test = read(split="test")
+    withheld = withhold(read(split="train"), scenario.data.withheld)[1] if scenario.data.withheld else None
     found = folder.load_checkpoint()
     if found is None:
         raise RunFolderError(f"{folder.path} has no checkpoint yet; let the run finish a round")
     tensors, meta = found
 
     seen = _discriminators(folder, tensors, meta["run"], parts)
-    white_box = [_logan(against, d, train, records, test, seed) for against, d, records in seen]
+    white_box = [_logan(against, d, train, records, withheld or test, seed) for against, d, records in seen]
 
-    reference, evaluated = halves(test.labels, random)
+    if withheld:
+        reference, others = test, withheld
+    else:
+        reference, others = (test.subset(half) for half in halves(test.labels, random))
     everyone = np.concatenate(parts)
-    inside, outside = matched(train.labels[everyone], test.labels[evaluated], random)
+    inside, outside = matched(train.labels[everyone], others.labels, random)
     if not len(inside):
         raise DataError("the test set has no two records of a class that the sites have; give one that does")
-    scores = black_box_scores(
-        generator, train.subset(everyone[inside]), test.subset(evaluated[outside]), test.subset(reference), seed=seed
-    )
+    members, non_members = train.subset(everyone[inside]), others.subset(outside)
+    scores = black_box_scores(generator, members, non_members, reference, seed=seed)
     black_box = [
         _row(name, "nothing of the run" if name == CONTROL else "synthetic images", *np.split(both, 2))
         for name, both in scores.items()

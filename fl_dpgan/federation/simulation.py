@@ -17,12 +17,14 @@ from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
 from torch import nn
 
+from fl_dpgan.baselines.non_private import UnprotectedSite
 from fl_dpgan.config import Scenario
-from fl_dpgan.data import ImageData, load, partition
+from fl_dpgan.data import ImageData, load, partition, withhold
 from fl_dpgan.errors import ConfigError, DataError
 from fl_dpgan.evaluation.utility import classifier, classifier_of
 from fl_dpgan.federation import cluster, resources, shards
 from fl_dpgan.federation.client import register
+from fl_dpgan.federation.gs_wgan import GSWGAN, check_plan
 from fl_dpgan.federation.reaper import watch
 from fl_dpgan.federation.site import Site
 from fl_dpgan.federation.strategy import FedDPGAN
@@ -61,6 +63,7 @@ def split_data(scenario: Scenario, data_dir: Path | None) -> tuple[ImageData, li
     """
     data, model = scenario.data, scenario.model
     images = load(data.source, split="train", size=model.size, channels=model.channels, data_dir=data_dir)
+    images, _ = withhold(images, data.withheld) if data.withheld else (images, None)
     if len(images.classes) != model.num_classes:
         raise ConfigError(
             f"model.num_classes = {model.num_classes}, but {data.source} has {len(images.classes)}; set it to that"
@@ -112,10 +115,13 @@ def check(scenario: Scenario, data_dir: Path | None) -> None:
     """Refuse plans and data that cannot work, before anything is made or charged for them.
 
     Raises:
-        ConfigError: a site's plan is impossible. DataError: as for `split_data`, or a site falls short of its size.
+        ConfigError: the strategy cannot run the plan, or a site's plan is impossible.
+        DataError: as for `split_data`, or a site falls short of its size.
         ConfigError, FederationError: RAY_ADDRESS names no cluster, as for `cluster.address`.
     """
     cluster.address()
+    if scenario.privacy.update == "image_gradient":
+        check_plan(scenario)
     for index in range(scenario.federation.sites):
         scenario.site_plan(scenario.declared_size(index))
     images, parts = split_data(scenario, data_dir)
@@ -130,11 +136,16 @@ def check(scenario: Scenario, data_dir: Path | None) -> None:
 def policy(scenario: Scenario, index: int) -> Policy:
     """A simulated site's policy: it accepts the scenario, within the budget that the scenario gives this site."""
     privacy = scenario.privacy
-    asked = ("discriminator_update", *(("evaluation_count",) if privacy.evaluation_noise else ()))
+    mechanisms = {
+        privacy.update: scenario.training.rounds > 0,
+        "evaluation_count": privacy.evaluation_noise is not None,
+        "moment_release": privacy.moments is not None,
+    }
     return Policy.model_validate(
         {
             "declared_size": scenario.declared_size(index), "unit": privacy.unit, "eps_max": scenario.budget(index),
-            "delta": privacy.delta, "eps_per_run": privacy.eps_max, "mechanisms": asked,
+            "delta": privacy.delta, "eps_per_run": privacy.eps_max,
+            "mechanisms": tuple(name for name, used in mechanisms.items() if used),
             "largest_batch_size": privacy.batch_size, "largest_clipping_norm": privacy.clipping.largest,
             "largest_d_steps": scenario.training.d_steps,
             "order": scenario.site_plan(scenario.declared_size(index)).order,
@@ -155,17 +166,14 @@ def simulated_site(job: Job, index: int) -> Site:
     """The site of this index; built once a process."""
     scenario = job.folder.scenario
     terms, name = policy(scenario, index), f"site-{index}"
+    records, models = _records(scenario, shards.read(job.folder.shards, index)), _models(scenario)
+    rate, seed = scenario.training.d_learning_rate, scenario.seed
+    if scenario.privacy.non_private:
+        state = job.out / "unprotected" / f"{name}.safetensors"
+        return UnprotectedSite(name, records, policy=terms, models=models, state=state, learning_rate=rate, seed=seed)
     ledger = job.folder.ledger(name)
     Ledger(ledger, terms.account(name)).close()
-    return Site(
-        name,
-        _records(scenario, shards.read(job.folder.shards, index)),
-        policy=terms,
-        models=_models(scenario),
-        ledger=ledger,
-        learning_rate=scenario.training.d_learning_rate,
-        seed=scenario.seed,
-    )
+    return Site(name, records, policy=terms, models=models, ledger=ledger, learning_rate=rate, seed=seed)
 
 
 def register_sites(app: ClientApp, job_of: Callable[[Context], Job]) -> None:
@@ -196,7 +204,8 @@ def serve(job: Job, grid: Grid, on_round: OnRound = lambda record: None) -> None
             folder.save_grid(sample_grid(strategy.average_generator, scenario), number)
         on_round(record)
 
-    strategy = FedDPGAN(
+    kind = GSWGAN if scenario.privacy.update == "image_gradient" else FedDPGAN
+    strategy = kind(
         scenario, generator, discriminator, folder=folder, run=name, on_round=after_round,
         train_classifier=train_on_synthetic,
     )  # fmt: skip

@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load, save
+from torch import Tensor
 
+from fl_dpgan.baselines import kept
+from fl_dpgan.baselines.critic import Critic
+from fl_dpgan.baselines.gs_wgan import sanitised_gradient
 from fl_dpgan.errors import BudgetError, DataError, LedgerError, PolicyError, WireError
 from fl_dpgan.federation import wire
 from fl_dpgan.moments.features import FeatureMap
@@ -16,6 +20,7 @@ from fl_dpgan.privacy.accountant import Event
 from fl_dpgan.privacy.entries import MAIN, Charge
 from fl_dpgan.privacy.ledger import Ledger, StoredAnswer
 from fl_dpgan.privacy.noise import KeyedGenerator
+from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.privacy.policy import Policy
 from fl_dpgan.privacy.verify import verify
 from fl_dpgan.training.discriminator import local_update
@@ -58,24 +63,7 @@ class Site:
         budget: str = MAIN,
         seed: int | None = None,
     ) -> None:
-        try:
-            data.check(policy.declared_size, models.num_classes)
-            if tuple(data.images.shape[1:]) != models.image_shape:
-                raise DataError(
-                    f"images of {tuple(data.images.shape[1:])} (channels, height, width), but the generator gives "
-                    f"{models.image_shape}; bring them to that shape"
-                )
-            if data.images.device != models.device:
-                raise DataError(
-                    f"images on {data.images.device}, networks on {models.device}; give Models the images' device"
-                )
-            if data.units.name != policy.unit:
-                raise DataError(
-                    f"the policy protects {policy.unit}s, the data give {data.units.name}s; "
-                    "give patient ids if patients are protected, and none otherwise"
-                )
-        except DataError as error:
-            raise DataError(f"site {name}: {error}") from error
+        check_data(name, data, policy, models)
         self.name, self._data, self._policy, self._models = name, data, policy, models
         self._ledger_path, self._budget = ledger, budget
         self._learning_rate, self._seed = learning_rate, seed
@@ -151,6 +139,8 @@ class Site:
                 raise PolicyError(
                     "update", f"a request for {request.mechanism}; the plan's updates are {request.plan.update}s"
                 )
+            if request.mechanism == "image_gradient":
+                return self._gradient(ledger, request, tensors, digest)
             return self._update(ledger, request, tensors, digest, stored)
 
     def _update(
@@ -203,6 +193,30 @@ class Site:
         answer = wire.Answer(site=self.name, round=request.round, status="released", head=head)
         return self._store(ledger, request, digest, answer, wire.dump_tensors(sums=sums), b"")
 
+    def _gradient(self, ledger: Ledger, request: wire.Request, tensors: bytes, digest: str) -> StoredAnswer:
+        plan, models = request.plan, self._models
+        fakes = self._fakes(tensors, plan)
+        file = kept.beside(self._ledger_path, request.run, self._budget)
+        critic = Critic(file, models.discriminator, learning_rate=self._learning_rate)
+        head = self._charge(ledger, request, plan.event, plan.clipping.largest)
+        critic.train(self._data, fakes, plan.d_steps, self._random("critic", request.round), request=digest)
+        gradient = sanitised_gradient(critic.module, *fakes, plan, self._random("gradient", request.round))
+        answer = wire.Answer(site=self.name, round=request.round, status="released", head=head)
+        return self._store(ledger, request, digest, answer, wire.dump_tensors(gradient=gradient), b"")
+
+    def _fakes(self, tensors: bytes, plan: SitePlan) -> tuple[Tensor, Tensor]:
+        """The server's images (B, channels, size, size) in [-1, 1] and labels (B,)."""
+        size, models = plan.batch_size, self._models
+        given = wire.read_tensors(
+            tensors,
+            images=torch.zeros(size, *models.image_shape, device="meta"),
+            labels=torch.zeros(size, dtype=torch.int64, device="meta"),
+        )
+        images, labels = given["images"], given["labels"]
+        if not 0 <= int(labels.min()) <= int(labels.max()) < models.num_classes or float(images.abs().max()) > 1:
+            raise WireError("images outside [-1, 1], or labels that the federation has not")
+        return images.to(models.device), labels.to(models.device)
+
     def _charge(self, ledger: Ledger, request: wire.Request, event: Event, norm: float) -> str:
         return ledger.charge(
             Charge(event, norm, request.run, request.round, request.id, request.plan.eps_max, request.plan.digest,
@@ -234,6 +248,32 @@ class Site:
             f"delta, unit, declared size: {terms}; order {account.order:g}); use the ledger's terms, or declare a "
             "disjoint budget"
         )
+
+
+def check_data(name: str, data: Records, policy: Policy, models: Models) -> None:
+    """Compare a site's records with its policy and the networks; what this says stays at the site.
+
+    Raises:
+        DataError: they do not fit, or have labels that the federation has not.
+    """
+    try:
+        data.check(policy.declared_size, models.num_classes)
+        if tuple(data.images.shape[1:]) != models.image_shape:
+            raise DataError(
+                f"images of {tuple(data.images.shape[1:])} (channels, height, width), but the generator gives "
+                f"{models.image_shape}; bring them to that shape"
+            )
+        if data.images.device != models.device:
+            raise DataError(
+                f"images on {data.images.device}, networks on {models.device}; give Models the images' device"
+            )
+        if data.units.name != policy.unit:
+            raise DataError(
+                f"the policy protects {policy.unit}s, the data give {data.units.name}s; "
+                "give patient ids if patients are protected, and none otherwise"
+            )
+    except DataError as error:
+        raise DataError(f"site {name}: {error}") from error
 
 
 _LOST = (

@@ -1,9 +1,10 @@
 """FedDPGAN: the Flower strategy that averages the sites' discriminators and trains the shared generator."""
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -37,6 +38,9 @@ class FedDPGAN(Strategy):
         train_classifier: trains a classifier on images of the generator that it is given; for the evaluation counts
             that the plan may ask for. Called with that generator and the round.
     """
+
+    #: The status of a site's answer to a round.
+    _answered: ClassVar[str] = "trained"
 
     def __init__(
         self,
@@ -120,7 +124,7 @@ class FedDPGAN(Strategy):
             result.train_metrics_clientapp[number] = metrics
             counted = self._evaluate(number, arrays, grid)
             record = self._record(number, time.monotonic() - began, metrics, counted)
-            self._folder.log_round(record)
+            self._folder.log_round(_plain(record))
             self._checkpoint(number)
             self._on_round(record)
         result.arrays = ArrayRecord(_state(self.average_generator))
@@ -146,14 +150,20 @@ class FedDPGAN(Strategy):
         mean = self._average(server_round, replies)
         if mean.count < self.plan.federation.quorum:
             return None, None
-        self.discriminator.load_state_dict(mean.result(), strict=False)  # buffers stay as they are
-        loss = self._train_generator(server_round)
+        loss = self._learn(server_round, mean.result())
         return ArrayRecord(_state(self.discriminator)), MetricRecord({"sites": mean.count, "g_loss": loss})
 
-    def _train_generator(self, number: int) -> float:
-        training, weight = self.plan.training, self.plan.matching.weight
+    def _learn(self, number: int, mean: dict[str, Tensor]) -> float:
+        """Take over the sites' mean answer, and train G with it; gives its loss."""
+        training = self.plan.training
+        self.discriminator.load_state_dict(mean, strict=False)  # buffers stay as they are
         critic = adversarial(self.discriminator)
-        loss: Loss = critic
+        return self._train_generator(number, critic, steps=training.g_steps, batch_size=training.g_batch_size)
+
+    def _train_generator(self, number: int, critic: Loss, *, steps: int, batch_size: int) -> float:
+        """G steps on the critic's loss, and on the moments where they have a weight in it."""
+        training, weight = self.plan.training, self.plan.matching.weight
+        loss = critic
         if (matching := self._matching) and weight:
 
             def loss(images: Tensor, labels: Tensor) -> Tensor:
@@ -162,8 +172,8 @@ class FedDPGAN(Strategy):
 
         if number == self.plan.matching.rounds + 1:
             self._trainer.restart()
-        rates = [training.g_learning_rate] * training.g_steps
-        return self._trainer.update(loss, rates, batch_size=training.g_batch_size, seed=self._seed(number))
+        rates = [training.g_learning_rate] * steps
+        return self._trainer.update(loss, rates, batch_size=batch_size, seed=self._seed(number))
 
     def _match(self, number: int) -> float:
         """G steps on the moments alone, at a learning rate that falls over all such rounds."""
@@ -230,11 +240,12 @@ class FedDPGAN(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """In the rounds that the plan names: a classifier trained on synthetic images, for a count at each site."""
+        """In the rounds that the plan names, of those with the sites: a classifier, for a count at each site."""
         privacy = self.plan.privacy
         if self._train_classifier is None or privacy.evaluation_noise is None:
             return ()
-        if server_round % privacy.evaluation_every:
+        since = server_round - self.plan.matching.rounds
+        if since <= 0 or since % privacy.evaluation_every:
             return ()
         classifier = self._train_classifier(self.average_generator, server_round)
         return self._exchange.requests(server_round, wire.dump(classifier=classifier), "evaluation_count")
@@ -325,13 +336,12 @@ class FedDPGAN(Strategy):
         for name, answer, tensors in self._exchange.answers(server_round, replies):
             if answer.status == "withdrawn":
                 self.sites[name].withdrawn = answer.reason
-            if answer.status == "trained":
+            if answer.status == self._answered:
                 trained[name] = tensors
         mean = RunningMean()
         for name in sorted(trained):  # one site's weights at a time are read, always in this order
             try:
-                state = wire.read_parameters(trained[name], self.discriminator)
-                self._check_moved(state)
+                state = self._read(trained[name], self.sites[name].plan)
             except WireError as error:
                 self._exchange.outcomes[name] = {"status": "left out", "reason": str(error)}
                 continue
@@ -339,6 +349,16 @@ class FedDPGAN(Strategy):
         for name in self._exchange.maybe_charged():
             self.sites[name].steps += self.sites[name].plan.steps_a_round
         return mean
+
+    def _read(self, tensors: bytes, plan: SitePlan) -> dict[str, Tensor]:
+        """What a site of this plan has answered with.
+
+        Raises:
+            WireError: it does not fit, or no honest site can have it.
+        """
+        state = wire.read_parameters(tensors, self.discriminator)
+        self._check_moved(state)
+        return state
 
     def _check_moved(self, state: dict[str, Tensor]) -> None:
         """Leave out weights that no honest site can have reached: one site must not be able to ruin the run.
@@ -361,7 +381,7 @@ class FedDPGAN(Strategy):
         if len(left) < self.plan.federation.quorum:
             reason = f"{len(left)} sites have budget left, fewer than the quorum"
             stopped = {"round": number, "stopped": reason, "sites": self._site_records()}
-            self._folder.log_round(stopped)
+            self._folder.log_round(_plain(stopped))
             self._on_round(stopped)
             return
         problems = "; ".join(
@@ -422,6 +442,12 @@ class FedDPGAN(Strategy):
         self._done = int(meta["round"])
         self._memory = dict(meta["sites"])
         self._folder.cut_log(self._done)
+
+
+def _plain(record: dict[str, Any]) -> dict[str, Any]:
+    """The record as JSON can have it: null for an epsilon that is infinite."""
+    found: dict[str, Any] = json.loads(json.dumps(record), parse_constant=lambda _: None)
+    return found
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:

@@ -130,14 +130,17 @@ class LedgerReader:
                 yield {"seq": seq, **json.loads(payload)}
 
     def last_charge(self, budget: str = MAIN) -> Charge | None:
-        """The newest charge of D steps to a budget."""
+        """The newest charge to a budget of a round's update; of other mechanisms where it has paid for no update."""
         with self._errors():
-            found = self._db.execute(
-                "SELECT payload FROM entries WHERE kind = 'charge' AND budget = ? "
-                "AND mechanism = 'discriminator_update' ORDER BY seq DESC LIMIT 1",
-                (budget,),
-            ).fetchone()
-            return charge_of(json.loads(found[0])) if found else None
+            for updates in ("AND mechanism IN ('discriminator_update', 'image_gradient')", ""):
+                found = self._db.execute(
+                    f"SELECT payload FROM entries WHERE kind = 'charge' AND budget = ? {updates} "
+                    "ORDER BY seq DESC LIMIT 1",
+                    (budget,),
+                ).fetchone()
+                if found:
+                    return charge_of(json.loads(found[0]))
+        return None
 
     def counts(self, budget: str = MAIN) -> tuple[int, int]:
         """How many charges a budget has paid, and of how many of them no answer was stored, so none may have left."""

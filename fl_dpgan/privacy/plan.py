@@ -1,13 +1,13 @@
 """The one object from which a site's sampler, noise, clipping and event come, so that they cannot drift apart."""
 
 import hashlib
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from fl_dpgan.errors import ConfigError
 from fl_dpgan.privacy.accountant import ORDERS, Event, best_order, calibrate, epsilon
 from fl_dpgan.privacy.clipping import ClippingRule, EpsilonAdaptive, Quantile
 from fl_dpgan.privacy.entries import Unit
@@ -39,12 +39,13 @@ class MomentsConfig(BaseModel):
 
     Attributes:
         features: what is summed up.
-        epsilon: what the release would cost by itself, of the run's eps_max; left out, all, where there are no rounds.
+        share: what the release would cost by itself, as a share of the run's eps_max. All of it goes to the release
+            where there are no rounds.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     features: Features = Features()
-    epsilon: float | None = Field(None, gt=0, le=1000, allow_inf_nan=False)
+    share: float = Field(0.5, gt=0, le=1)
 
 
 class PrivacyConfig(BaseModel):
@@ -59,6 +60,7 @@ class PrivacyConfig(BaseModel):
             right; left out, no site is asked. evaluation_every: rounds between two such questions.
         moments: a moment release before the first round; left out, there is none.
         update: what a round's answer is.
+        non_private: noise and clipping off, to compare with. Only simulated sites take part in such a run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,6 +74,19 @@ class PrivacyConfig(BaseModel):
     evaluation_every: int = Field(10, ge=1, le=10**6)
     moments: MomentsConfig | None = None
     update: Update = "discriminator_update"
+    non_private: bool = False
+
+    @model_validator(mode="after")
+    def _one_way_without_protection(self) -> "PrivacyConfig":
+        protected = {
+            "moments": self.moments is not None,
+            "evaluation_noise": self.evaluation_noise is not None,
+            "update": self.update != "discriminator_update",
+        }
+        for key, is_set in protected.items():
+            if self.non_private and is_set:
+                raise ValueError(f"non_private leaves the noise out of D's updates and of nothing else; unset {key}")
+        return self
 
 
 class SitePlan(BaseModel):
@@ -93,6 +108,7 @@ class SitePlan(BaseModel):
     moments: Features | None = None
     moment_noise: float | None = Field(None, ge=LEAST_NOISE, le=1e6, allow_inf_nan=False)
     update: Update = "discriminator_update"
+    non_private: bool = False
 
     @model_validator(mode="after")
     def _possible(self) -> "SitePlan":
@@ -142,6 +158,7 @@ class SitePlan(BaseModel):
             "moments": privacy.moments and privacy.moments.features,
             "moment_noise": cls._moment_noise(privacy, rounds, order),
             "update": privacy.update,
+            "non_private": privacy.non_private,
         }
         # validate before calibrating: an impossible q must be named as such, not as a failed search
         draft = cls.model_validate({**constants, "clipping": EpsilonAdaptive(), "noise_multiplier": 1.0, "order": 2.0})
@@ -164,14 +181,8 @@ class SitePlan(BaseModel):
     def _moment_noise(privacy: PrivacyConfig, rounds: int, order: float | None) -> float | None:
         if privacy.moments is None:
             return None
-        share = privacy.moments.epsilon
-        if share is None and rounds:
-            raise ConfigError("privacy.moments.epsilon is missing: say what the moment release may cost of eps_max")
-        if share is not None and share > privacy.eps_max:
-            raise ConfigError(f"privacy.moments.epsilon = {share:g} is above eps_max = {privacy.eps_max:g}; lower it")
-        cost = share or privacy.eps_max
-        # a share is what the release would cost by itself, at the order that suits it: at the run's it may not be had
-        at = None if rounds else order
+        # the share is of what it would cost by itself, at the order that suits it: at the run's it may not be had
+        cost, at = (privacy.moments.share * privacy.eps_max, None) if rounds else (privacy.eps_max, order)
         return max(LEAST_NOISE, calibrate(eps_max=cost, delta=privacy.delta, sample_rate=1.0, steps=1, order=at))
 
     @property
@@ -210,7 +221,12 @@ class SitePlan(BaseModel):
         return self._events(self.steps_a_round * self.rounds, self.rounds // self.evaluation_every, released=True)
 
     def epsilon_after(self, steps: int, evaluations: int = 0, *, released: bool = False) -> float:
-        """This run's epsilon after `steps` steps of its updates, some evaluation counts and the moment release."""
+        """This run's epsilon after `steps` steps of its updates, some evaluation counts and the moment release.
+
+        Infinite for a plan without noise.
+        """
+        if self.non_private:
+            return math.inf
         return epsilon(self._events(steps, evaluations, released=released), self.order, self.delta)
 
     def _events(self, steps: int, evaluations: int, *, released: bool) -> tuple[Event, ...]:

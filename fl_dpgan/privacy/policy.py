@@ -84,6 +84,8 @@ class Policy(BaseModel):
         Raises:
             PolicyError: names the first rule that the plan breaks.
         """
+        if plan.non_private:  # no key of the table: no site can allow it
+            raise PolicyError("non_private", "the plan has noise and clipping off, which no site with a ledger accepts")
         equal = ("declared_size", "unit", "delta")
         for rule in equal:
             mine, asked = getattr(self, rule), getattr(plan, rule)

@@ -97,6 +97,7 @@ def render(view: RunView) -> str:
     return environment.get_template("report.html.j2").render(
         view=view,
         guarantees=_guarantees(view.rows),
+        non_private=bool(view.scenario.get("privacy", {}).get("non_private")),
         units=sorted({str(row.get("unit", "image")) for row in view.rows}),
         most_lines=MOST_LINES,
         budget_headings=_BUDGET_FIELDS,
@@ -242,7 +243,7 @@ def _dropouts(rounds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for site, asked, outcome in _outcomes(record):
             before = latest.pop((site, asked), None)
             status, rule, reason = (str(outcome.get(key) or "") for key in ("status", "rule", "reason"))
-            if status in ("", "trained", "counted"):
+            if status in ("", "trained", "released", "counted", "not asked"):
                 continue
             # a site that has withdrawn is not asked again: later rounds repeat its status without a reason
             same = before and before["status"] == status and number - before["last"] <= 1

@@ -19,6 +19,9 @@ from fl_dpgan.report.budgets import budget_rows, ledgers_of
 from fl_dpgan.runs import RunFolder
 from fl_dpgan.training.generator import draw
 
+#: What is said of a run whose plan is `non_private`, in place of budgets.
+NO_GUARANTEE = "no guarantee: noise and clipping were off"
+
 
 def run_generator(folder: RunFolder) -> tuple[nn.Module, dict[str, Any]]:
     """The EMA generator of the run's last round, and the checkpoint's JSON: that `round` and what is known of `sites`.
@@ -60,6 +63,10 @@ def sample_grid(generator: nn.Module, scenario: Scenario, *, per_class: int = 10
 
 def card(folder: RunFolder, meta: dict[str, Any]) -> dict[str, Any]:
     """The guarantee in numbers: the unit, and each site's epsilon and delta, recomputed from the ledgers."""
+    scenario = folder.scenario
+    run = {"run": scenario.name, "round": meta["round"], "seed": scenario.seed}
+    if scenario.privacy.non_private:
+        return {"statement": NO_GUARANTEE, **run, "sites": []}
     if (folder.path / "ledgers").is_dir():
         rows = [row for ledger in ledgers_of(folder.path) for row in budget_rows(ledger)]
     else:  # the server of a deployment has no ledgers; it recomputes the run's epsilon from the plans
@@ -70,16 +77,14 @@ def card(folder: RunFolder, meta: dict[str, Any]) -> dict[str, Any]:
             "privacy unit, at the epsilon of that site; a unit present at several sites is protected at their sum. "
             "This run was a simulation with a known seed: the figures show what a deployment would spend."
         ),
-        "run": folder.scenario.name,
-        "round": meta["round"],
-        "seed": folder.scenario.seed,
+        **run,
         "sites": [{key: row[key] for key in ("site", "unit", "spent", "eps_max", "delta", "order")} for row in rows],
     }
 
 
 def _from_plan(name: str, site: dict[str, Any]) -> dict[str, Any]:
     plan = SitePlan.model_validate(site["plan"])
-    spent = plan.epsilon_after(site["steps"], site["evaluations"])
+    spent = plan.epsilon_after(site["steps"], site["evaluations"], released=site["released"])
     return {"site": name, "spent": spent, **plan.model_dump(include={"unit", "eps_max", "delta", "order"})}
 
 

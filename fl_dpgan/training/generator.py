@@ -48,21 +48,25 @@ class GeneratorTrainer:
         """Begin with a new optimiser: G's loss is another from here on."""
         self.optimizer = torch.optim.Adam(self.generator.parameters(), betas=(0.5, 0.99))
 
+    def preview(self, *, batch_size: int, seed: int) -> tuple[Tensor, Tensor]:
+        """The images and labels of `update`'s first step with this seed; G stays as it is, its buffers too."""
+        generator = self.generator.train()
+        z, labels = self._batch(batch_size, torch.Generator().manual_seed(seed))
+        buffers = {name: buffer.clone() for name, buffer in generator.named_buffers()}
+        with torch.no_grad():
+            return functional_call(generator, buffers, (z, labels)), labels
+
     def update(self, loss: Loss, rates: Sequence[float], *, batch_size: int, seed: int) -> float:
         """Take a step on `loss` at each of these learning rates, with every class as often as the others.
 
         Returns:
             The last step's loss, a number about fakes alone.
         """
-        generator, device = self.generator, next(self.generator.parameters()).device
+        generator = self.generator.train()
         random = torch.Generator().manual_seed(seed)
-        latent_dim, num_classes = int(generator.latent_dim), int(generator.num_classes)  # type: ignore[arg-type]
-        generator.train()
         value = torch.zeros(())
         for rate in rates:
-            z = torch.randn(batch_size, latent_dim, generator=random).to(device)
-            first = int(torch.randint(num_classes, (), generator=random))  # small batches take the classes in turn
-            labels = ((torch.arange(batch_size) + first) % num_classes).to(device)
+            z, labels = self._batch(batch_size, random)
             value = loss(generator(z, labels), labels)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
@@ -71,6 +75,13 @@ class GeneratorTrainer:
             self.optimizer.step()
             self._average()
         return float(value.detach())
+
+    def _batch(self, size: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+        generator, device = self.generator, next(self.generator.parameters()).device
+        latent_dim, num_classes = int(generator.latent_dim), int(generator.num_classes)  # type: ignore[arg-type]
+        z = torch.randn(size, latent_dim, generator=random).to(device)
+        first = int(torch.randint(num_classes, (), generator=random))  # small batches take the classes in turn
+        return z, ((torch.arange(size) + first) % num_classes).to(device)
 
     def _average(self) -> None:
         with torch.no_grad():

@@ -20,10 +20,10 @@ ASKED = ("discriminator_update", "moment_release")
 def matching(federation):
     """A federation of two sites whose runs begin with a moment release."""
 
-    def make(name="run", *, rounds=2, epsilon=1.0, weight=0.5, mechanisms=ASKED, **kwargs):
+    def make(name="run", *, rounds=2, weight=0.5, mechanisms=ASKED, **kwargs):
         fed = federation(name, **kwargs)
         plan = fed.plan.model_dump()
-        plan["privacy"]["moments"] = MOMENTS | ({"epsilon": epsilon} if epsilon else {})
+        plan["privacy"]["moments"] = MOMENTS | {"share": 0.1}
         plan["matching"] = {"rounds": 3, "g_steps": 2, "batch_size": 6, "weight": weight if rounds else 0.0}
         plan["training"]["rounds"] = rounds
         fed.plan = Plan.model_validate(plan)
@@ -65,9 +65,9 @@ def test_invariants_1_and_3_the_release_is_one_charged_event_and_counts_in_every
 
 
 def test_the_whole_run_fits_its_share_with_the_release_in_it():
-    plan = Plan.model_validate(
-        {"privacy": {"moments": MOMENTS | {"epsilon": 1.0}}, "matching": {"rounds": 1}}
-    ).site_plan(6000)
+    plan = Plan.model_validate({"privacy": {"moments": MOMENTS | {"share": 0.1}}, "matching": {"rounds": 1}}).site_plan(
+        6000
+    )
     release = Event(1.0, plan.moment_noise, 1, "moment_release")
     assert min(epsilon([release], order, 1e-5) for order in range(2, 64)) == pytest.approx(1.0, abs=2e-3)
     assert epsilon(plan.whole_run, plan.order, 1e-5) == pytest.approx(10.0, abs=2e-3)
@@ -75,7 +75,7 @@ def test_the_whole_run_fits_its_share_with_the_release_in_it():
 
 
 def test_a_run_of_moments_alone_spends_its_share_on_them_and_asks_for_nothing_else(matching):
-    fed = matching(rounds=0, epsilon=None)
+    fed = matching(rounds=0)
     grid = fed.grid()
     fed.strategy().start(grid)
     assert [e.mechanism for e in charges(fed)] == ["moment_release"]
@@ -85,7 +85,7 @@ def test_a_run_of_moments_alone_spends_its_share_on_them_and_asks_for_nothing_el
 
 
 def test_the_generator_learns_the_sites_classes_from_the_moments_alone(matching):
-    fed = matching(rounds=0, epsilon=None)
+    fed = matching(rounds=0)
     plan = fed.plan.model_dump()
     plan["privacy"] |= {"eps_max": 1000.0, "moments": {"features": {"parts": [{"kind": "fourier", "count": 400}]}}}
     plan["matching"] |= {"rounds": 4, "g_steps": 60, "batch_size": 16, "learning_rate": 1e-2}
@@ -192,13 +192,11 @@ def test_sums_that_no_honest_site_can_have_are_left_out_and_the_run_goes_on(matc
 
 def test_a_release_without_a_use_or_a_use_without_a_release_is_refused():
     for raw in (
-        {"privacy": {"moments": MOMENTS | {"epsilon": 1.0}}},
+        {"privacy": {"moments": MOMENTS | {"share": 0.1}}},
         {"matching": {"rounds": 3}},
         {"matching": {"weight": 1.0}},
     ):
         with pytest.raises(ValueError, match="go together"):
             Plan.model_validate(raw)
-    with pytest.raises(ConfigError, match=r"privacy\.moments\.epsilon is missing"):
-        Plan.model_validate({"privacy": {"moments": MOMENTS}, "matching": {"rounds": 1}}).site_plan(6000)
     with pytest.raises(ConfigError, match="does nothing"):
         Plan.model_validate({"training": {"rounds": 0}}).site_plan(6000)

@@ -124,3 +124,15 @@ def test_a_folder_without_ledgers_is_a_ledger_error(tmp_path, inner):
         (tmp_path / inner).mkdir()
     with pytest.raises(LedgerError, match="holds no ledgers"):
         ledgers_of(tmp_path)
+
+
+def test_the_last_plan_shown_is_that_of_the_updates_and_of_a_release_where_there_were_none(tmp_path):
+    account = Account("north", 1000, 10.0, 1e-5, 8.0)
+    release, update = Event(1.0, 4.0, 1, "moment_release"), Event(0.02, 1.5, 5, "image_gradient")
+    with closing(Ledger(tmp_path / "north.sqlite", account)) as ledger:
+        ledger.charge(Charge(release, 0.0, "run", 1, "a", 10.0, "plan"))
+        assert budget_rows(ledger.path)[0]["sigma"] == 4.0
+        ledger.charge(Charge(update, 1.0, "run", 1, "b", 10.0, "plan"))
+        ledger.charge(Charge(release, 0.0, "run", 2, "c", 10.0, "plan"))
+        row = budget_rows(ledger.path)[0]
+    assert (row["sigma"], row["q"], row["c"]) == (1.5, 0.02, 1.0)

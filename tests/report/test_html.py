@@ -330,3 +330,9 @@ def test_the_browser_test_would_see_an_error_and_a_load(tmp_path):
     _, console = dump_dom(page, tmp_path / "profile")
     assert any("seen" in line for line in console)
     assert any("Content Security Policy" in line for line in console)  # the page itself forbids the load
+
+
+def test_a_run_without_noise_says_that_nothing_is_guaranteed_and_promises_nothing():
+    page = render(RunView("run", scenario={"privacy": {"non_private": True}}))
+    assert "There is no guarantee." in page
+    assert "The guarantee says how little" not in page and "They carry the guarantee" not in page
