@@ -22,6 +22,14 @@ from fl_dpgan.training.models import Models
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run in several processes: a file's in one, and all that start Ray in one, which finds what runs."""
+    for item in items:
+        ray = item.path.parent == Path(__file__).parent and item.get_closest_marker("slow")
+        item.add_marker(pytest.mark.xdist_group("ray" if ray else str(item.path)))
+
+
 @pytest.fixture(autouse=True)
 def _identity() -> None:
     """Flower's messages take their sender from here; in a run Flower sets it."""

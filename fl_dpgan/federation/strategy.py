@@ -18,7 +18,7 @@ from fl_dpgan.federation import wire
 from fl_dpgan.federation.averaging import RunningMean
 from fl_dpgan.federation.exchange import Exchange, SiteRecord
 from fl_dpgan.moments.features import FeatureMap
-from fl_dpgan.moments.matching import MomentMatching, class_means
+from fl_dpgan.moments.objective import MomentObjective
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.runs import RunFolder
 from fl_dpgan.training.generator import GeneratorTrainer, Loss, adversarial, cosine, draw
@@ -187,7 +187,7 @@ class FedDPGAN(Strategy):
     def _seed(self, number: int) -> int:
         return self.plan.seed * 1_000_003 + number
 
-    def _no_moments(self) -> MomentMatching | None:
+    def _no_moments(self) -> MomentObjective | None:
         """What will match the moments, once they are released."""
         moments, generator = self.plan.privacy.moments, self._trainer.generator
         if moments is None:
@@ -195,7 +195,8 @@ class FedDPGAN(Strategy):
         device = next(generator.parameters()).device
         shape = tuple(draw(generator.eval(), torch.zeros(1, dtype=torch.int64), seed=0).shape[1:])
         classes = int(generator.num_classes)  # type: ignore[arg-type]
-        return MomentMatching(FeatureMap(moments.features, shape), classes).to(device)
+        guidance = self.plan.matching.guidance
+        return MomentObjective(FeatureMap(moments.features, shape), classes, guidance=guidance).to(device)
 
     def _ask_moments(self, grid: Grid) -> None:
         """Have every site release its noised sums, and take the classes' means from their total.
@@ -227,7 +228,7 @@ class FedDPGAN(Strategy):
         for name in sorted(released):  # always in this order, so that the same run gives the same bits
             total += released[name]
             variance += (self.sites[name].plan.moment_noise or 0.0) ** 2
-        self._matching.aim(*class_means(total, self._matching.count_weight, math.sqrt(variance)))
+        self._matching.aim(total, math.sqrt(variance))
         self._checkpoint(0)
 
     @staticmethod

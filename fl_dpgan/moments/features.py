@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from fl_dpgan.errors import ConfigError
 from fl_dpgan.privacy.moments import Feature, Features, Fourier, Frequencies
 
 
@@ -19,11 +20,25 @@ class FeatureMap(nn.Module):
 
     def __init__(self, features: Features, image_shape: tuple[int, ...]) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(_made(part, image_shape) for part in features.parts)
+        self.parts = [_made(part, image_shape) for part in features.parts]
+        self._held = nn.ModuleList(self.parts)
         self.weights = features.weights
         self.count_weight = math.sqrt(features.count_share)
-        with torch.no_grad():
-            self.length = self(torch.zeros(1, *image_shape)).shape[1]
+        self.length = sum(part.length for part in self.parts)
+
+    def second_moments(self) -> tuple["FrequencyMap", slice, float]:
+        """The first part of second moments, its place in a feature vector, and its weight there.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        first = 0
+        for weight, part in zip(self.weights, self.parts, strict=True):
+            length = part.length
+            if isinstance(part, FrequencyMap):
+                return part, slice(first, first + length), weight
+            first += length
+        raise ConfigError("matching.guidance needs second moments; add features of kind 'frequencies' to the release")
 
     def forward(self, images: Tensor) -> Tensor:
         """The parts side by side, each times its weight."""
@@ -32,25 +47,30 @@ class FeatureMap(nn.Module):
 
 
 @singledispatch
-def _made(part: Feature, image_shape: tuple[int, ...]) -> nn.Module:
+def _made(part: Feature, image_shape: tuple[int, ...]) -> "FourierMap | FrequencyMap":
     raise TypeError(f"no features of kind {type(part).__name__}")
 
 
-@_made.register
-def _fourier(part: Fourier, image_shape: tuple[int, ...]) -> nn.Module:
-    return _FourierMap(part, math.prod(image_shape))
+@_made.register(Fourier)
+def _fourier(part: Fourier, image_shape: tuple[int, ...]) -> "FourierMap":
+    return FourierMap(part, math.prod(image_shape))
 
 
-@_made.register
-def _frequencies(part: Frequencies, image_shape: tuple[int, ...]) -> nn.Module:
-    return _FrequencyMap(part, image_shape[0], image_shape[1])
+@_made.register(Frequencies)
+def _frequencies(part: Frequencies, image_shape: tuple[int, ...]) -> "FrequencyMap":
+    return FrequencyMap(part, image_shape[0], image_shape[1])
 
 
-class _FourierMap(nn.Module):
-    """cos(Wx) and sin(Wx) over the square root of the number of rows of W, so that the norm is 1."""
+class FourierMap(nn.Module):
+    """cos(Wx) and sin(Wx) over the square root of the number of rows of W, so that the norm is 1.
+
+    Attributes:
+        length: of the features.
+    """
 
     def __init__(self, part: Fourier, pixels: int) -> None:
         super().__init__()
+        self.length = part.count
         random = torch.Generator().manual_seed(part.seed)
         rows = torch.randn(part.count // 2, pixels, generator=random)
         scales = torch.tensor([part.scales[i % len(part.scales)] for i in range(len(rows))])
@@ -58,17 +78,23 @@ class _FourierMap(nn.Module):
         self.register_buffer("rows", rows / scales.sqrt()[:, None], persistent=False)
 
     def forward(self, pixels: Tensor) -> Tensor:
+        """Pixels (n, channels, size, size) in [0, 1] to features (n, length)."""
         angles = pixels.flatten(1) @ self.rows.T
         return torch.cat([angles.cos(), angles.sin()], dim=1) / math.sqrt(len(self.rows))
 
 
-class _FrequencyMap(nn.Module):
-    """The products of each two of an image's low frequencies, which are brought to norm 1 first."""
+class FrequencyMap(nn.Module):
+    """The products of each two of an image's low frequencies, which are brought to norm 1 first.
+
+    Attributes:
+        length: of the features. side: how many frequencies there are.
+    """
 
     def __init__(self, part: Frequencies, channels: int, size: int) -> None:
         super().__init__()
-        self.centre = part.centre
-        first, second = torch.triu_indices(channels * part.side**2, channels * part.side**2)
+        self.centre, self.side = part.centre, channels * part.side**2
+        first, second = torch.triu_indices(self.side, self.side)
+        self.length = len(first)
         self.transform: Tensor
         self.first: Tensor
         self.second: Tensor
@@ -78,10 +104,21 @@ class _FrequencyMap(nn.Module):
         self.register_buffer("second", second, persistent=False)
         self.register_buffer("twice", torch.where(first == second, 1.0, math.sqrt(2)), persistent=False)
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def directions(self, pixels: Tensor) -> Tensor:
+        """Pixels (n, channels, size, size) in [0, 1] to vectors u (n, side) of norm 1."""
         low = self.transform @ (pixels - self.centre) @ self.transform.T
-        u = normalize(low.flatten(1), dim=1)
+        return normalize(low.flatten(1), dim=1)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Pixels (n, channels, size, size) in [0, 1] to u u^T, each pair once (n, length)."""
+        u = self.directions(pixels)
         return u[:, self.first] * u[:, self.second] * self.twice
+
+    def matrix(self, features: Tensor) -> Tensor:
+        """The symmetric matrix (side, side) whose pairs are these features (length,)."""
+        found = features.new_zeros(self.side, self.side)
+        found[self.first, self.second] = found[self.second, self.first] = features / self.twice
+        return found
 
 
 def cosines(count: int, size: int) -> Tensor:

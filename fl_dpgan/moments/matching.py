@@ -40,7 +40,6 @@ class MomentMatching(nn.Module):
     def __init__(self, features: FeatureMap, classes: int, *, momentum: float = 0.9) -> None:
         super().__init__()
         self._features, self._momentum = features, momentum
-        self.count_weight, self.shape = features.count_weight, (classes, features.length + 1)
         self.target: Tensor
         self.seen: Tensor
         self.mean: Tensor

@@ -1,0 +1,43 @@
+"""What G is trained on with a moment release: the classes' moments, and the classifier that follows from them."""
+
+from torch import Tensor, nn
+
+from fl_dpgan.moments.discriminant import Discriminant
+from fl_dpgan.moments.features import FeatureMap
+from fl_dpgan.moments.matching import MomentMatching, class_means
+
+
+class MomentObjective(nn.Module):
+    """A loss for G. All that it knows of real images is one release, so its use costs no budget.
+
+    Args:
+        features: the release's map. classes: how many there are.
+        guidance: weight of the classifier's cross-entropy beside the moments; 0 for none.
+
+    Attributes:
+        shape: of the sums that a site releases.
+
+    Raises:
+        ConfigError: guidance is asked for, and the release has no second moments.
+    """
+
+    def __init__(self, features: FeatureMap, classes: int, *, guidance: float) -> None:
+        super().__init__()
+        self.shape = (classes, features.length + 1)
+        self._count_weight, self._guidance = features.count_weight, guidance
+        self.matching = MomentMatching(features, classes)
+        self.discriminant = Discriminant(features, classes) if guidance else None
+
+    def aim(self, sums: Tensor, noise_sd: float) -> None:
+        """Take noised sums (`shape`), added up over the sites, with noise of this standard deviation in each number."""
+        means, seen = class_means(sums, self._count_weight, noise_sd)
+        self.matching.aim(means, seen)
+        if self.discriminant is not None:
+            self.discriminant.fit(means, seen, (sums[:, -1] / self._count_weight).float(), noise_sd)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """The loss of images (n, channels, size, size) of G with labels (n,)."""
+        loss: Tensor = self.matching(images, labels)
+        if self.discriminant is not None:
+            loss = loss + self._guidance * self.discriminant(images, labels)
+        return loss
