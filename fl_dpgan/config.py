@@ -119,7 +119,10 @@ class DataConfig(_Section):
 
 
 class ModelConfig(_Section):
-    """The networks' sizes, and where the label enters D."""
+    """The networks' sizes, what D's features are, and where the label enters a D that learns them.
+
+    `d_width` counts the channels of D's first convolution, or with scattering features its hidden units.
+    """
 
     size: Literal[28, 32, 64] = 28
     channels: Literal[1, 3] = 1
@@ -127,6 +130,7 @@ class ModelConfig(_Section):
     latent_dim: int = Field(64, ge=1, le=4096)
     g_width: int = Field(32, ge=1, le=1024)
     d_width: int = Field(16, ge=1, le=1024)
+    d_features: Literal["learned", "scattering"] = "learned"
     d_labels: Literal["output", "input"] = "output"
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_dpgan.errors import ConfigError
+from fl_dpgan.scattering import Scattering
 
 if TYPE_CHECKING:
     from fl_dpgan.config import ModelConfig
@@ -126,6 +127,25 @@ class Discriminator(nn.Module):
         return scores.squeeze(1)
 
 
+class ScatteringDiscriminator(nn.Module):
+    """Scores an image under a label from its fixed scattering coefficients: one hidden layer, an output per class.
+
+    Args:
+        size, channels, num_classes: as for `Generator`. width: units of the hidden layer.
+    """
+
+    def __init__(self, *, size: int, channels: int, num_classes: int, width: int = 32) -> None:
+        super().__init__()
+        self.scattering = Scattering(size=size, side=_pyramid(size)[0], channels=channels)
+        self.hidden = nn.Sequential(nn.Linear(self.scattering.length, width), nn.LeakyReLU(0.2))
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """(n, channels, size, size) in [-1, 1] and (n,) to logits (n,)."""
+        logits: Tensor = self.head(self.hidden(self.scattering(images)))
+        return logits.gather(1, labels.unsqueeze(1)).squeeze(1)
+
+
 class _LabelMaps(nn.Module):
     """What D's first convolution makes of one map per class, which is 1 where the label says so and 0 elsewhere.
 
@@ -156,4 +176,6 @@ def from_config(model: "ModelConfig", seed: int) -> tuple[nn.Module, nn.Module]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         generator = Generator(**shape, latent_dim=model.latent_dim, width=model.g_width)
+        if model.d_features == "scattering":
+            return generator, ScatteringDiscriminator(**shape, width=model.d_width)
         return generator, Discriminator(**shape, width=model.d_width, labels=model.d_labels)
