@@ -1,9 +1,18 @@
 """A scenario's methods: one key chooses, what it changes goes over the file, and every one runs from end to end."""
 
+from contextlib import closing
+
 import pytest
+import torch
+from conftest import LocalGrid, handler
 
 from fl_dpgan.config import load_scenario
 from fl_dpgan.errors import ConfigError
+from fl_dpgan.federation.simulation import Job, serve, simulated_site
+from fl_dpgan.privacy.ledger import LedgerReader
+from fl_dpgan.report.synthetic import run_generator
+from fl_dpgan.runs import RunFolder
+from fl_dpgan.training.generator import draw
 
 FILE = """
 name = "own"
@@ -67,3 +76,30 @@ def test_every_method_of_a_shipped_scenario_is_a_plan_that_fits(scenario, method
     plan = found.site_plan(found.declared_size(0))
     spent = plan.epsilon_after(plan.steps_a_round * plan.rounds, released=plan.moments is not None)
     assert spent <= found.privacy.eps_max or found.privacy.non_private
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_runs_on_the_digits_and_is_charged_for_what_it_asks(method, tmp_path):
+    small = ["matching.rounds=1", "matching.g_steps=2", "matching.batch_size=20", "training.d_steps=1",
+             "training.g_steps=1"]  # fmt: skip
+    released = method in ("fl-dpgan", "moments", "dp-merf")
+    trained = method not in ("moments", "dp-merf")
+    settings = [*(small if released else small[3:]), *(["training.rounds=1"] if trained else [])]
+    scenario = load_scenario("digits", [f"method={method}", *settings])
+    folder = RunFolder.create(tmp_path / "run", scenario)
+    job = Job(folder.path, None)
+    serve(job, LocalGrid({n: lambda message, n=n: handler(simulated_site(job, n))(message) for n in range(3)}))
+    last = list(folder.rounds())[-1]
+    assert last["round"] == scenario.all_rounds
+    generator, _ = run_generator(folder)
+    images = draw(generator, torch.arange(10), seed=0)
+    assert images.shape == (10, 1, 28, 28) and float(images.std()) > 0
+    if method == "non-private":
+        assert last["epsilon_max"] is None and not (folder.path / "ledgers").exists()
+        return
+    charged = {"gs-wgan": "image_gradient"}.get(method, "discriminator_update")
+    expected = ["moment_release"] * released + [charged] * trained
+    for n in range(3):
+        with closing(LedgerReader(folder.ledger(f"site-{n}"))) as ledger:
+            assert [charge.event.mechanism for charge in ledger.charges()] == expected
+            assert ledger.epsilon() == pytest.approx(last["sites"][f"site-{n}"]["epsilon"])
