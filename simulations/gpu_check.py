@@ -38,7 +38,7 @@ from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.privacy.plan import PrivacyConfig, SitePlan
 from fl_dpgan.runs import RunFolder
 from fl_dpgan.training.discriminator import local_update
-from fl_dpgan.training.generator import GeneratorTrainer
+from fl_dpgan.training.generator import GeneratorTrainer, adversarial
 from fl_dpgan.training.models import Models
 from fl_dpgan.training.records import Records
 from simulations.benchmarks import kinds
@@ -256,8 +256,8 @@ def _trained(scenario: Scenario, run: Run) -> nn.Module:
     images = load(scenario.data.source, split="train", size=28, channels=1)
     models = _models(scenario.model, seed, run)
     generator, average = models.generator, models.discriminator
-    trainer = GeneratorTrainer(generator, learning_rate=training.g_learning_rate, batch_size=training.g_batch_size,
-                               ema_decay=training.ema_decay)  # fmt: skip
+    trainer = GeneratorTrainer(generator, ema_decay=training.ema_decay)
+    rates = [training.g_learning_rate] * training.g_steps
     sites: list[tuple[Records, nn.Module, torch.optim.Optimizer]] = []
     for part in partition(images.labels, kind="iid", num_sites=scenario.federation.sites, seed=seed):
         pixels, labels = (torch.from_numpy(array[part]).to(run.device) for array in (images.images, images.labels))
@@ -272,7 +272,7 @@ def _trained(scenario: Scenario, run: Run) -> nn.Module:
                          random=KeyedGenerator.from_seed(seed, index, number), engine=models.engine)  # fmt: skip
             mean.add(d.state_dict(), plan.declared_size)
         average.load_state_dict(mean.result())
-        trainer.update(average, training.g_steps, seed=number)
+        trainer.update(adversarial(average), rates, batch_size=training.g_batch_size, seed=number)
     return trainer.average
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import nn
 
 from fl_dpgan.networks import Discriminator, Generator
-from fl_dpgan.training.generator import GeneratorTrainer
+from fl_dpgan.training.generator import GeneratorTrainer, adversarial
 from simulations.benchmarks.common import Result, distance, interleaved, milliseconds, ratio, table, torch_threads
 from simulations.benchmarks.stock import FORMATS
 
@@ -39,7 +39,7 @@ def measure(fakes: int, batch_size: int, rounds: int, threads: int) -> Result:
     d = Discriminator(size=28, channels=1, num_classes=10)
     networks = generators()
     trainers = {
-        name: GeneratorTrainer(copy.deepcopy(g), learning_rate=5e-4, batch_size=batch_size, ema_decay=0.99)
+        name: partial(GeneratorTrainer(copy.deepcopy(g), ema_decay=0.99).update, adversarial(d), [5e-4], seed=0)
         for name, g in networks.items()
     }
     with torch_threads(threads):
@@ -49,7 +49,7 @@ def measure(fakes: int, batch_size: int, rounds: int, threads: int) -> Result:
                 if not off <= 1e-4:
                     raise AssertionError(f"{name} gives other images: off by {off:.2g}")
             forward = interleaved({name: partial(g, z, labels) for name, g in networks.items()}, rounds)
-        steps = interleaved({name: partial(t.update, d, 1, seed=0) for name, t in trainers.items()}, rounds)
+        steps = interleaved({name: partial(step, batch_size=batch_size) for name, step in trainers.items()}, rounds)
     rows = [
         {"what": what, "ms": {name: milliseconds(found[name]) for name in found},
          "to_ours": {name: ratio(found, name, OURS) for name in FORMATS}}
