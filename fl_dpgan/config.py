@@ -119,9 +119,9 @@ class DataConfig(_Section):
 
 
 class ModelConfig(_Section):
-    """The networks' sizes, what D's features are, and where the label enters a D that learns them.
+    """The networks' sizes, whether D learns its features, and where the label enters a D that does.
 
-    `d_width` counts the channels of D's first convolution, or with scattering features its hidden units.
+    `d_width` counts the channels of the first convolution of a D that learns its features.
     """
 
     size: Literal[28, 32, 64] = 28
@@ -239,10 +239,9 @@ def one_line(error: ValidationError) -> str:
 
 
 def _take_method(raw: dict[str, Any], path: Path) -> None:
-    methods = raw.pop("methods", None)
-    if methods is None:
+    methods, name = raw.pop("methods", None), raw.get("method")
+    if methods is None and name is None:
         return
-    name = raw.get("method")
     if not isinstance(methods, dict) or not isinstance(methods.get(name), dict):
         known = ", ".join(methods) if isinstance(methods, dict) else "none"
         raise ConfigError(f"{path.stem} has no method {name!r}; choose one of {known}")

@@ -128,21 +128,24 @@ class Discriminator(nn.Module):
 
 
 class ScatteringDiscriminator(nn.Module):
-    """Scores an image under a label from its fixed scattering coefficients: one hidden layer, an output per class.
+    """Scores an image under a label from its fixed scattering coefficients: one linear output per class.
+
+    It starts at zero, so that at first it draws G nowhere.
 
     Args:
-        size, channels, num_classes: as for `Generator`. width: units of the hidden layer.
+        size, channels, num_classes: as for `Generator`.
     """
 
-    def __init__(self, *, size: int, channels: int, num_classes: int, width: int = 32) -> None:
+    def __init__(self, *, size: int, channels: int, num_classes: int) -> None:
         super().__init__()
         self.scattering = Scattering(size=size, side=_pyramid(size)[0], channels=channels)
-        self.hidden = nn.Sequential(nn.Linear(self.scattering.length, width), nn.LeakyReLU(0.2))
-        self.head = nn.Linear(width, num_classes)
+        self.head = nn.Linear(self.scattering.length, num_classes)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         """(n, channels, size, size) in [-1, 1] and (n,) to logits (n,)."""
-        logits: Tensor = self.head(self.hidden(self.scattering(images)))
+        logits: Tensor = self.head(self.scattering(images))
         return logits.gather(1, labels.unsqueeze(1)).squeeze(1)
 
 
@@ -177,5 +180,5 @@ def from_config(model: "ModelConfig", seed: int) -> tuple[nn.Module, nn.Module]:
         torch.manual_seed(seed)
         generator = Generator(**shape, latent_dim=model.latent_dim, width=model.g_width)
         if model.d_features == "scattering":
-            return generator, ScatteringDiscriminator(**shape, width=model.d_width)
+            return generator, ScatteringDiscriminator(**shape)
         return generator, Discriminator(**shape, width=model.d_width, labels=model.d_labels)

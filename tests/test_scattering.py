@@ -61,7 +61,7 @@ def test_the_slope_of_a_blank_image_is_finite():
 
 
 def test_a_discriminator_on_it_trains_its_layers_alone_and_with_our_engine():
-    d = ScatteringDiscriminator(size=28, channels=1, num_classes=3, width=4)
-    assert set(d.state_dict()) == {"hidden.0.weight", "hidden.0.bias", "head.weight", "head.bias"}
+    d = ScatteringDiscriminator(size=28, channels=1, num_classes=3)
+    assert set(d.state_dict()) == {"head.weight", "head.bias"}
     assert fastest(d, images(2), torch.tensor([0, 2])) is LayerEngine
     assert d(images(3), torch.tensor([0, 1, 2])).shape == (3,)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fl_dpgan.privacy.accountant import Event, best_order, epsilon
 from fl_dpgan.privacy.clipping import ClippingRule
-from fl_dpgan.privacy.noise import KeyedGenerator
+from fl_dpgan.privacy.noise import KeyedGenerator, noised
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.training.records import Records
 
@@ -90,13 +90,6 @@ def noise_sd(noise_multiplier: float, c: float, batch_size: int) -> float:
     return noise_multiplier * 2 * c * math.sqrt(batch_size)
 
 
-def noised(clipped: Tensor, sd: float, random: KeyedGenerator) -> Tensor:
-    """Clipped gradients in double precision plus noise, in single precision on a grid of a power of two."""
-    noise = torch.from_numpy(random.normal(clipped.numel())).view(clipped.shape)
-    grid = 2.0 ** math.floor(math.log2(sd / 1024))  # the lowest bits of a sum of floats can tell what was added
-    return (((clipped.cpu() + sd * noise) / grid).round() * grid).float()
-
-
 def sanitised_gradient(
     critic: nn.Module, images: Tensor, labels: Tensor, plan: SitePlan, random: KeyedGenerator
 ) -> Tensor:
@@ -110,7 +103,7 @@ def sanitised_gradient(
     """
     c = plan.clipping.largest
     clipped = clipped_gradients(critic, images, labels, c, plan.clipping)
-    return noised(clipped, noise_sd(plan.noise_multiplier, c, plan.batch_size), random)
+    return noised(clipped, noise_sd(plan.noise_multiplier, c, plan.batch_size), random).float()
 
 
 def paper_epsilon(plan: SitePlan, sites: int) -> float:

@@ -30,7 +30,7 @@ def evaluate(
     The full suite adds an SVM and an MLP, fidelity, diversity, robustness and membership inference, and takes minutes.
     The figures are kept in RUN/evaluation.json.
     """
-    from fl_dpgan.data import load
+    from fl_dpgan.data import load, withhold
     from fl_dpgan.files import write_atomically
     from fl_dpgan.report.synthetic import run_generator
     from fl_dpgan.runs import RunFolder
@@ -44,7 +44,8 @@ def evaluate(
         if suite == "quick":
             found = _quick(folder.scenario, generator, test, progress)
         else:
-            found = _full(folder, generator, (read(split="train"), test), data_dir, progress)
+            train, _ = withhold(read(split="train"), folder.scenario.data.withheld)
+            found = _full(folder, generator, (train, test), data_dir, progress)
     settings = folder.scenario.evaluation
     result = {
         "cnn_accuracy": found["cnn_accuracy"],

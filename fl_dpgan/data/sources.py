@@ -78,13 +78,18 @@ class ImageData:
 def withhold(data: ImageData, count: int) -> tuple[ImageData, ImageData]:
     """Part the images into those for the sites and `count` others, on which settings may be chosen.
 
-    Which ones does not depend on a run's seed: no run of a series trains on another's. DataError where none would be
-    left for the sites.
+    Which ones does not depend on a run's seed: no run of a series trains on another's. A patient's images stay
+    together, so that with patients somewhat more than `count` may be withheld. DataError where none would be left.
     """
-    if count >= len(data):
+    units = (
+        np.arange(len(data)) if data.patients is None else np.unique(np.asarray(data.patients), return_inverse=True)[1]
+    )
+    order = np.random.default_rng(_WITHHELD_SEED).permutation(units.max(initial=-1) + 1)
+    place = np.argsort(order)[units]  # of each record's unit in the order
+    first = np.sort(place)[count - 1] if 0 < count <= len(data) else (-1 if count == 0 else len(data))
+    if not (place > first).any():
         raise bad("withheld", f"{count} of {len(data)} images", "set data.withheld to fewer")
-    order = np.random.default_rng(_WITHHELD_SEED).permutation(len(data))
-    return data.subset(np.sort(order[count:])), data.subset(np.sort(order[:count]))
+    return data.subset(np.flatnonzero(place > first)), data.subset(np.flatnonzero(place <= first))
 
 
 def to_tensor(images: NDArray[np.uint8]) -> torch.Tensor:

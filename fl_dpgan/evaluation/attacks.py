@@ -23,7 +23,7 @@ from fl_dpgan.evaluation.membership import Scores, statistics
 from fl_dpgan.federation.simulation import split_data
 from fl_dpgan.federation.wire import read_parameters
 from fl_dpgan.networks import from_config
-from fl_dpgan.privacy.ledger import Ledger
+from fl_dpgan.privacy.ledger import LedgerReader
 from fl_dpgan.runs import RunFolder
 from fl_dpgan.training.generator import draw
 
@@ -42,15 +42,16 @@ _AT_ONCE = 500
 def attack_run(folder: RunFolder, generator: nn.Module, data_dir: Path | None, *, seed: int) -> dict[str, Any]:
     """Attack what a run gives away: the averaged D, each site's own D as the server received it, and synthetic images.
 
-    A run without a D in its checkpoint, and a site whose ledger holds no D, are spared the white-box attack.
+    A run whose D the sites do not train, and a site whose ledger holds no D, are spared the white-box attack.
 
     Args:
         generator: the run's. seed: chooses records and draws the synthetic images.
 
     Returns:
-        `round`, `seed`, the numbers of `synthetic_images` and `reference_images` (half of the test set; the other half
-        are the black-box attacks' non-members), and `attacks`, each one with the `attack`'s name, what it is `against`,
-        the number of `members` (as many non-members), and its `statistics`.
+        `round`, `seed`, the numbers of `synthetic_images` and of `reference_images`, and `attacks`, each one with the
+        `attack`'s name, what it is `against`, the number of `members` (as many non-members), and its `statistics`.
+        Non-members are the withheld images, where there are any, and the reference is the test set; else one half of
+        the test set is the reference, and the other half the black-box attacks' non-members.
 
     Raises:
         DataError: the data cannot be read, or the test set has no class of the training data.
@@ -198,16 +199,17 @@ def _discriminators(
     """Each D that the server has seen: whose it is, the network, and the training records it may betray."""
     prefix = "discriminator."
     state = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-    if not state:
+    scenario = folder.scenario
+    if not state or scenario.privacy.update != "discriminator_update" or not scenario.training.rounds:
         return
-    _, discriminator = from_config(folder.scenario.model, folder.scenario.seed)
+    _, discriminator = from_config(scenario.model, scenario.seed)
     discriminator.load_state_dict(state)
     yield "averaged D", discriminator.eval(), np.concatenate(parts)
     for index, part in enumerate(parts):
         path = folder.ledger(name := f"site-{index}")
         if not path.is_file():
             continue
-        with closing(Ledger(path)) as ledger:
+        with closing(LedgerReader(path)) as ledger:
             answer = ledger.last_answer(run)
         if answer is not None:
             # what the server makes of it: buffers do not travel

@@ -8,6 +8,7 @@ from flwr.app import Message
 
 from fl_dpgan.errors import WireError
 from fl_dpgan.federation import wire
+from fl_dpgan.privacy.accountant import Mechanism
 from fl_dpgan.privacy.plan import SitePlan
 
 
@@ -19,14 +20,14 @@ class SiteRecord:
     plan: SitePlan
     steps: int = 0  # D steps of requests that may have been charged
     evaluations: int = 0  # evaluation counts likewise
-    released: bool = False  # the moment release likewise
+    releases: int = 0  # moment releases likewise
     head: str = ""  # newest hash of the site's ledger that was seen
     withdrawn: str = ""
 
     @property
     def epsilon(self) -> float:
         """The run's epsilon at this site, recomputed from the plan and from what was asked for."""
-        return self.plan.epsilon_after(self.steps, self.evaluations, released=self.released)
+        return self.plan.epsilon_after(self.steps, self.evaluations, releases=self.releases)
 
     @property
     def memory(self) -> dict[str, Any]:
@@ -34,7 +35,7 @@ class SiteRecord:
         kept = {
             "steps": self.steps,
             "evaluations": self.evaluations,
-            "released": self.released,
+            "releases": self.releases,
             "head": self.head,
         }
         return {"plan": self.plan.model_dump(mode="json"), **kept}
@@ -56,7 +57,7 @@ class Exchange:
         self.outcomes: dict[str, dict[str, Any]] = {}
         self._asked: list[tuple[Message, list[str]]] = []  # Flower gives a message its id when it sends it
 
-    def requests(self, number: int, tensors: bytes, mechanism: wire.Mechanism) -> Iterator[Message]:
+    def requests(self, number: int, tensors: bytes, mechanism: Mechanism) -> Iterator[Message]:
         """A request to each site that has not withdrawn, with its plan; one message a node, the tensors once in it."""
         self._asked = []
         nodes: dict[int, list[str]] = {}

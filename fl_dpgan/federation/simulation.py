@@ -199,8 +199,8 @@ def serve(job: Job, grid: Grid, on_round: OnRound = lambda record: None) -> None
         return classifier_of(generator, settings, seed=scenario.seed + number)
 
     def after_round(record: dict[str, Any]) -> None:
-        number, rounds = record["round"], scenario.training.rounds
-        if "stopped" not in record and (number in (1, rounds) or number % max(1, rounds // 8) == 0):
+        number, rounds = record["round"], scenario.all_rounds
+        if number and "stopped" not in record and (number in (1, rounds) or number % max(1, rounds // 8) == 0):
             folder.save_grid(sample_grid(strategy.average_generator, scenario), number)
         on_round(record)
 

@@ -185,8 +185,8 @@ class Site:
             raise PolicyError("mechanisms", "a moment release, of which the plan says nothing")
         if tensors:
             raise WireError("a request for moments with tensors, which it has no use for")
-        features = FeatureMap(plan.moments, models.image_shape).to(models.device)
         head = self._charge(ledger, request, plan.moment_release, 0.0)
+        features = FeatureMap(plan.moments, models.image_shape).to(models.device)
         sums = noised_sums(
             features, self._data, models.num_classes, plan.moment_release, self._random("moments", request.round)
         )

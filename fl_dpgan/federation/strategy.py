@@ -64,7 +64,7 @@ class FedDPGAN(Strategy):
         self._trainer = GeneratorTrainer(generator, ema_decay=training.ema_decay)
         self._matching = self._no_moments()
         self._memory: dict[str, dict[str, Any]] = {}
-        self._done = 0
+        self._done, self._released = 0, False
         self._resume()
 
     @property
@@ -109,8 +109,8 @@ class FedDPGAN(Strategy):
             raise ConfigError("FedDPGAN.start takes the grid alone; rounds, time limits and networks stand in its plan")
         self._join(grid)
         result, arrays = Result(), ArrayRecord(_state(self.discriminator))
-        if self._matching and not self._done:
-            self._ask_moments(grid)
+        if self._matching and not self._released and not self._ask_moments(grid):
+            return result
         for number in range(self._done + 1, self.plan.all_rounds + 1):
             began = time.monotonic()
             requests = list(self.configure_train(number, arrays, ConfigRecord(), grid))
@@ -198,44 +198,61 @@ class FedDPGAN(Strategy):
         guidance = self.plan.matching.guidance
         return MomentObjective(FeatureMap(moments.features, shape), classes, guidance=guidance).to(device)
 
-    def _ask_moments(self, grid: Grid) -> None:
+    def _ask_moments(self, grid: Grid) -> bool:
         """Have every site release its noised sums, and take the classes' means from their total.
 
+        Returns:
+            False where too few sites have budget left for it.
+
         Raises:
-            FederationError: fewer sites than the quorum released.
+            FederationError: fewer sites than the quorum released, for another reason.
         """
         assert self._matching is not None
-        template = torch.zeros(self._matching.shape, dtype=torch.float64)
+        began = time.monotonic()
         requests = list(self._exchange.requests(1, b"", "moment_release"))
         replies = grid.send_and_receive(requests, timeout=self.plan.federation.round_timeout)
-        released: dict[str, Tensor] = {}
-        for name, answer, tensors in self._exchange.answers(1, replies):
-            if answer.status != "released":
-                continue
+        released = self._collected(1, replies, "released")
+        total, variance, count = torch.zeros(self._matching.shape, dtype=torch.float64), 0.0, 0
+        for name in sorted(released):  # one site's sums at a time, always in this order
+            plan = self.sites[name].plan
             try:
-                sums = wire.read_tensors(tensors, sums=template)["sums"]
-                self._check_sums(sums, self.sites[name].plan)
-                released[name] = sums
+                sums = wire.read_tensors(released[name], sums=torch.zeros_like(total))["sums"]
+                self._check_sums(sums, plan)
             except WireError as error:
                 self._exchange.outcomes[name] = {"status": "left out", "reason": str(error)}
+                continue
+            total, variance, count = total + sums, variance + (plan.moment_noise or 0.0) ** 2, count + 1
         for name in self._exchange.maybe_charged():
-            self.sites[name].released = True
-        self._folder.log_round({"round": 0, "sites": self._site_records()})
-        if len(released) < self.plan.federation.quorum:
+            self.sites[name].releases += 1
+        record = self._record(0, time.monotonic() - began, MetricRecord({"g_loss": 0.0}), None)
+        self._folder.log_round(_plain(record))
+        self._on_round(record)
+        self._released = count >= self.plan.federation.quorum
+        if self._released:
+            self._matching.aim(total, math.sqrt(variance))
+        self._checkpoint(0)  # what was charged is remembered either way
+        if not self._released:
             self._stop_or_raise(0)
-            raise FederationError("the moment release: fewer sites than the quorum have budget for it")
-        total, variance = torch.zeros_like(template), 0.0
-        for name in sorted(released):  # always in this order, so that the same run gives the same bits
-            total += released[name]
-            variance += (self.sites[name].plan.moment_noise or 0.0) ** 2
-        self._matching.aim(total, math.sqrt(variance))
-        self._checkpoint(0)
+        return self._released
+
+    def _collected(self, number: int, replies: Iterable[Message], status: str) -> dict[str, bytes]:
+        """The tensors of the answers with this status, by site; a site that has withdrawn is not asked again."""
+        found: dict[str, bytes] = {}
+        for name, answer, tensors in self._exchange.answers(number, replies):
+            if answer.status == "withdrawn":
+                self.sites[name].withdrawn = answer.reason
+            if answer.status == status:
+                found[name] = tensors
+        return found
 
     @staticmethod
     def _check_sums(sums: Tensor, plan: SitePlan) -> None:
-        """Leave out sums that no honest site can have: one site must not be able to ruin the run."""
+        """Leave out sums that no honest site can have: one site must not be able to ruin the run.
+
+        A site may hold more than it declares; five times as much is taken for an error.
+        """
         noise = (plan.moment_noise or 0.0) * (math.sqrt(sums.numel()) + 10)
-        if not float(sums.norm()) <= (most := 1.2 * plan.declared_size + noise):
+        if not float(sums.norm()) <= (most := 5 * plan.declared_size + noise):
             raise WireError(f"sums of norm {float(sums.norm()):.3g}, beyond {most:.3g}, which no honest site has")
 
     def configure_evaluate(
@@ -333,12 +350,7 @@ class FedDPGAN(Strategy):
         self.sites[hello.site] = SiteRecord(node, **kept)
 
     def _average(self, server_round: int, replies: Iterable[Message]) -> RunningMean:
-        trained: dict[str, bytes] = {}
-        for name, answer, tensors in self._exchange.answers(server_round, replies):
-            if answer.status == "withdrawn":
-                self.sites[name].withdrawn = answer.reason
-            if answer.status == self._answered:
-                trained[name] = tensors
+        trained = self._collected(server_round, replies, self._answered)
         mean = RunningMean()
         for name in sorted(trained):  # one site's weights at a time are read, always in this order
             try:
@@ -421,7 +433,9 @@ class FedDPGAN(Strategy):
         tensors |= {f"optimizer.{name}": t for name, t in optimizer_tensors(self._trainer.optimizer).items()}
         # a site that is absent from this start of the run is remembered all the same
         sites = self._memory | {name: site.memory for name, site in self.sites.items()}
-        self._folder.save_checkpoint(tensors, {"run": self._run, "round": number, "sites": sites})
+        self._folder.save_checkpoint(
+            tensors, {"run": self._run, "round": number, "released": self._released, "sites": sites}
+        )
         self._done = number
 
     def _resume(self) -> None:
@@ -440,7 +454,7 @@ class FedDPGAN(Strategy):
         load_optimizer(
             self._trainer.optimizer, {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
         )
-        self._done = int(meta["round"])
+        self._done, self._released = int(meta["round"]), bool(meta["released"])
         self._memory = dict(meta["sites"])
         self._folder.cut_log(self._done)
 

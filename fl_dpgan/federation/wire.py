@@ -14,12 +14,12 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from fl_dpgan.errors import WireError
+from fl_dpgan.privacy.accountant import Mechanism
 from fl_dpgan.privacy.entries import NAME, Unit
 from fl_dpgan.privacy.plan import Order, SitePlan
 
 _RECORD = "fl_dpgan"
 
-Mechanism = Literal["discriminator_update", "evaluation_count", "moment_release", "image_gradient"]
 #: What each mechanism's request travels in: Flower's type of message.
 CARRIER: dict[Mechanism, str] = {
     "discriminator_update": MessageType.TRAIN,
@@ -167,9 +167,11 @@ def unpack(message: Message, kind: type[H]) -> tuple[H, bytes]:
     return parse(header, kind), tensors
 
 
-def digest(header: BaseModel, tensors: bytes) -> str:
-    """SHA-256 of a request's content."""
-    return hashlib.sha256(header.model_dump_json().encode() + b"\0" + tensors).hexdigest()
+def digest(header: Request, tensors: bytes) -> str:
+    """SHA-256 of a request's content, but for what the server has seen of the ledger: it may ask again knowing more."""
+    return hashlib.sha256(
+        header.model_copy(update={"anchor": ""}).model_dump_json().encode() + b"\0" + tensors
+    ).hexdigest()
 
 
 def dump(**modules: nn.Module) -> bytes:

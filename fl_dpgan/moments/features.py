@@ -9,6 +9,7 @@ from torch.nn.functional import normalize
 
 from fl_dpgan.errors import ConfigError
 from fl_dpgan.privacy.moments import Feature, Features, Fourier, Frequencies
+from fl_dpgan.privacy.noise import KeyedGenerator
 
 
 class FeatureMap(nn.Module):
@@ -58,7 +59,7 @@ def _fourier(part: Fourier, image_shape: tuple[int, ...]) -> "FourierMap":
 
 @_made.register(Frequencies)
 def _frequencies(part: Frequencies, image_shape: tuple[int, ...]) -> "FrequencyMap":
-    return FrequencyMap(part, image_shape[0], image_shape[1])
+    return FrequencyMap(part, image_shape)
 
 
 class FourierMap(nn.Module):
@@ -71,8 +72,9 @@ class FourierMap(nn.Module):
     def __init__(self, part: Fourier, pixels: int) -> None:
         super().__init__()
         self.length = part.count
-        random = torch.Generator().manual_seed(part.seed)
-        rows = torch.randn(part.count // 2, pixels, generator=random)
+        # all parties must have the same W: this stream is the same on every machine, which torch's own is not
+        drawn = KeyedGenerator.from_seed("fourier", part.seed).normal(part.count // 2 * pixels)
+        rows = torch.from_numpy(drawn).float().view(part.count // 2, pixels)
         scales = torch.tensor([part.scales[i % len(part.scales)] for i in range(len(rows))])
         self.rows: Tensor
         self.register_buffer("rows", rows / scales.sqrt()[:, None], persistent=False)
@@ -90,23 +92,26 @@ class FrequencyMap(nn.Module):
         length: of the features. side: how many frequencies there are.
     """
 
-    def __init__(self, part: Frequencies, channels: int, size: int) -> None:
+    def __init__(self, part: Frequencies, image_shape: tuple[int, ...]) -> None:
         super().__init__()
+        channels, height, width = image_shape
         self.centre, self.side = part.centre, channels * part.side**2
         first, second = torch.triu_indices(self.side, self.side)
         self.length = len(first)
-        self.transform: Tensor
+        self.down: Tensor
+        self.across: Tensor
         self.first: Tensor
         self.second: Tensor
         self.twice: Tensor
-        self.register_buffer("transform", cosines(part.side, size), persistent=False)
+        self.register_buffer("down", cosines(part.side, height), persistent=False)
+        self.register_buffer("across", cosines(part.side, width), persistent=False)
         self.register_buffer("first", first, persistent=False)
         self.register_buffer("second", second, persistent=False)
         self.register_buffer("twice", torch.where(first == second, 1.0, math.sqrt(2)), persistent=False)
 
     def directions(self, pixels: Tensor) -> Tensor:
         """Pixels (n, channels, size, size) in [0, 1] to vectors u (n, side) of norm 1."""
-        low = self.transform @ (pixels - self.centre) @ self.transform.T
+        low = self.down @ (pixels - self.centre) @ self.across.T
         return normalize(low.flatten(1), dim=1)
 
     def forward(self, pixels: Tensor) -> Tensor:

@@ -31,9 +31,11 @@ class MomentObjective(nn.Module):
     def aim(self, sums: Tensor, noise_sd: float) -> None:
         """Take noised sums (`shape`), added up over the sites, with noise of this standard deviation in each number."""
         means, seen = class_means(sums, self._count_weight, noise_sd)
+        counts = (sums[:, -1] / self._count_weight).float()
+        means, seen, counts = (tensor.to(self.matching.target.device) for tensor in (means, seen, counts))
         self.matching.aim(means, seen)
         if self.discriminant is not None:
-            self.discriminant.fit(means, seen, (sums[:, -1] / self._count_weight).float(), noise_sd)
+            self.discriminant.fit(means, seen, counts, noise_sd)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         """The loss of images (n, channels, size, size) of G with labels (n,)."""

@@ -1,13 +1,11 @@
 """A site's moment release: noised sums of its units' features, class by class, one Gaussian mechanism."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from fl_dpgan.moments.features import FeatureMap
 from fl_dpgan.privacy.accountant import Event
-from fl_dpgan.privacy.noise import KeyedGenerator
+from fl_dpgan.privacy.noise import KeyedGenerator, noised
 from fl_dpgan.training.records import Records
 
 
@@ -31,10 +29,7 @@ def noised_sums(features: FeatureMap, data: Records, num_classes: int, event: Ev
         for start in range(0, len(chosen), 128):
             images, labels = data.batch(chosen[start : start + 128])
             sums.index_add_(0, labels.cpu(), unit_vectors(features, images).cpu())
-    sigma = event.noise_multiplier
-    noise = torch.from_numpy(random.normal(sums.numel())).view_as(sums)
-    grid = 2.0 ** math.floor(math.log2(sigma / 1024))  # the lowest bits of a sum of floats can tell what was added
-    return ((sums + sigma * noise) / grid).round() * grid
+    return noised(sums, event.noise_multiplier, random)
 
 
 def unit_vectors(features: FeatureMap, images: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal, get_args
 
 from fl_dpgan.errors import ConfigError
 
@@ -17,7 +18,8 @@ from fl_dpgan.errors import ConfigError
 ORDERS: tuple[float, ...] = (*map(float, range(2, 64)), 80.0, 128.0, 256.0, 512.0)
 
 #: What may leave a site, by name. Each is one function, and `count` steps of a Poisson-subsampled Gaussian.
-MECHANISMS = ("discriminator_update", "evaluation_count", "moment_release", "image_gradient")
+Mechanism = Literal["discriminator_update", "evaluation_count", "moment_release", "image_gradient"]
+MECHANISMS: tuple[Mechanism, ...] = get_args(Mechanism)
 
 #: A step never counts for less: where its true cost is below this, rounding could make it zero or negative.
 _LEAST_RDP = 1e-12

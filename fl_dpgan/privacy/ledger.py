@@ -152,6 +152,15 @@ class LedgerReader:
             ).fetchone()
         return int(events), int(unknown)
 
+    def last_answer(self, run: str, mechanism: str = "discriminator_update") -> StoredAnswer | None:
+        """The run's last stored answer to this kind of request."""
+        with self._errors():
+            row = self._db.execute(
+                "SELECT request, digest, header, body, state FROM answers WHERE run = ? AND mechanism = ?",
+                (run, mechanism),
+            ).fetchone()
+        return StoredAnswer(*row) if row else None
+
     def declarations(self) -> list[Declaration]:
         """The budgets opened beside the first, in order."""
         keys = ("name", "declared_size", "reason")
@@ -293,15 +302,6 @@ class Ledger(LedgerReader):
             event = self._db.execute("SELECT seq FROM entries WHERE hash = ?", (charged,)).fetchone()[0]
             digest = hashlib.sha256(answer.header.encode() + b"\0" + answer.body).hexdigest()
             self._append("release", {"event": event, "digest": digest, "time": time.time()})
-
-    def last_answer(self, run: str, mechanism: str = "discriminator_update") -> StoredAnswer | None:
-        """The run's last stored answer to this kind of request."""
-        with self._errors():
-            row = self._db.execute(
-                "SELECT request, digest, header, body, state FROM answers WHERE run = ? AND mechanism = ?",
-                (run, mechanism),
-            ).fetchone()
-        return StoredAnswer(*row) if row else None
 
     def declare_disjoint(self, declaration: Declaration) -> None:
         """Open a budget of its own for data that an officer declares disjoint from those of every other budget.

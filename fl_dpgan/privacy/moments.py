@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 class _Features(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-    weight: float = Field(1.0, gt=0, le=1e3)
+    weight: float = Field(1.0, ge=1e-3, le=1e3)
 
 
 class Fourier(_Features):
@@ -23,7 +23,7 @@ class Fourier(_Features):
     """
 
     kind: Literal["fourier"] = "fourier"
-    count: int = Field(2000, ge=2, le=20_000, multiple_of=2)
+    count: int = Field(2000, ge=2, le=100_000, multiple_of=2)
     scales: tuple[Annotated[float, Field(gt=0, le=1e9)], ...] = Field((60.0,), min_length=1, max_length=16)
     seed: int = Field(0, ge=0, lt=2**31)
 
@@ -55,6 +55,14 @@ class Features(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     parts: tuple[Feature, ...] = Field((Fourier(), Frequencies(weight=3.0)), min_length=1, max_length=4)
     count_share: float = Field(0.1, gt=0, lt=1)
+
+    @property
+    def numbers(self) -> int:
+        """An upper bound, for one channel, of how many numbers a class's sum has."""
+        counts = [
+            part.count if isinstance(part, Fourier) else part.side**2 * (part.side**2 + 1) // 2 for part in self.parts
+        ]
+        return sum(counts)
 
     @property
     def weights(self) -> list[float]:

@@ -1,12 +1,16 @@
 """Randomness for sampling and noise: an AES-256-CTR stream, keyed by the operating system or, in simulation, a seed."""
 
 import hashlib
+import math
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Floats = NDArray[np.float64]
 
@@ -74,3 +78,18 @@ class KeyedGenerator:
         words = np.frombuffer(self._stream.update(_ZEROS[: 8 * len(numbers)]), dtype="<u8") >> np.uint64(11)
         np.multiply(np.add(words, 0.5, out=numbers), 2.0**-53, out=numbers)
         np.minimum(numbers, 1 - 2.0**-53, out=numbers)  # the largest word would be rounded up to 1
+
+
+def noised(values: "Tensor", sd: float, random: KeyedGenerator) -> "Tensor":
+    """Values in double precision plus Gaussian noise of standard deviation `sd`, on a grid of a power of two.
+
+    The grid is a thousandth of the noise or finer: the lowest bits of a sum of floats can tell what was added.
+
+    Returns:
+        A tensor of the same shape in the CPU's memory.
+    """
+    import torch
+
+    noise = torch.from_numpy(random.normal(values.numel())).view(values.shape)
+    grid = 2.0 ** math.floor(math.log2(sd / 1024))
+    return ((values.cpu() + sd * noise) / grid).round() * grid

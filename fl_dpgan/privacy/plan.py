@@ -208,7 +208,7 @@ class SitePlan(BaseModel):
     @property
     def moment_release(self) -> Event | None:
         """The ledger's event for the moment release, over all units; None where the plan has none."""
-        return Event(1.0, self.moment_noise, 1, "moment_release") if self.moment_noise else None
+        return self._moments(1)
 
     @property
     def evaluation(self) -> Event | None:
@@ -218,22 +218,22 @@ class SitePlan(BaseModel):
     @property
     def whole_run(self) -> tuple[Event, ...]:
         """All that the run will charge to the site, an event a mechanism; the rounds' updates come first."""
-        return self._events(self.steps_a_round * self.rounds, self.rounds // self.evaluation_every, released=True)
+        return self._events(self.steps_a_round * self.rounds, self.rounds // self.evaluation_every, releases=1)
 
-    def epsilon_after(self, steps: int, evaluations: int = 0, *, released: bool = False) -> float:
-        """This run's epsilon after `steps` steps of its updates, some evaluation counts and the moment release.
+    def epsilon_after(self, steps: int, evaluations: int = 0, *, releases: int = 0) -> float:
+        """This run's epsilon after `steps` steps of its updates, some evaluation counts and moment releases.
 
         Infinite for a plan without noise.
         """
         if self.non_private:
             return math.inf
-        return epsilon(self._events(steps, evaluations, released=released), self.order, self.delta)
+        return epsilon(self._events(steps, evaluations, releases=releases), self.order, self.delta)
 
-    def _events(self, steps: int, evaluations: int, *, released: bool) -> tuple[Event, ...]:
+    def _events(self, steps: int, evaluations: int, *, releases: int) -> tuple[Event, ...]:
         found = (
             self._steps(steps) if steps else None,
             self._counts(evaluations) if evaluations else None,
-            self.moment_release if released else None,
+            self._moments(releases) if self.moments and releases else None,
         )
         return tuple(event for event in found if event)
 
@@ -263,6 +263,9 @@ class SitePlan(BaseModel):
 
     def _steps(self, count: int) -> Event:
         return Event(self.sample_rate, self.noise_multiplier, count, self.update)
+
+    def _moments(self, count: int) -> Event | None:
+        return Event(1.0, self.moment_noise, count, "moment_release") if self.moment_noise else None
 
     def _counts(self, count: int) -> Event | None:
         return Event(1.0, self.evaluation_noise, count, "evaluation_count") if self.evaluation_noise else None

@@ -3,16 +3,12 @@
 It is the `[policy]` table of `site.toml`. Every refusal names the rule, a key of this table.
 """
 
-from typing import Literal
-
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fl_dpgan.errors import PolicyError
-from fl_dpgan.privacy.accountant import Event, best_order, calibrate
+from fl_dpgan.privacy.accountant import Event, Mechanism, best_order, calibrate
 from fl_dpgan.privacy.entries import Account, Unit
 from fl_dpgan.privacy.plan import LEAST_NOISE, Order, SitePlan
-
-Mechanism = Literal["discriminator_update", "evaluation_count", "moment_release", "image_gradient"]
 
 
 class Policy(BaseModel):
@@ -48,6 +44,12 @@ class Policy(BaseModel):
     largest_batch_size: int = Field(4096, ge=1, le=100_000, description="The largest batch size B.")
     largest_clipping_norm: float = Field(100.0, gt=0, le=1e6, description="The largest clipping norm C.")
     largest_d_steps: int = Field(1000, ge=1, le=100_000, description="The most D steps in one round.")
+    largest_moments: int = Field(
+        20_000,
+        ge=1,
+        le=10**7,
+        description="The most numbers that a moment release may have for each class and channel.",
+    )
     mechanisms: tuple[Mechanism, ...] = Field(
         ("discriminator_update",),
         min_length=1,
@@ -101,6 +103,7 @@ class Policy(BaseModel):
             ("largest_batch_size", plan.batch_size, self.largest_batch_size),
             ("largest_clipping_norm", plan.clipping.largest, self.largest_clipping_norm),
             ("largest_d_steps", plan.d_steps, self.largest_d_steps),
+            ("largest_moments", plan.moments.numbers if plan.moments else 0, self.largest_moments),
         ):
             if asked > largest:
                 raise PolicyError(rule, f"the plan asks for {asked:g}, the site's {rule} is {largest:g}")

@@ -84,7 +84,7 @@ def card(folder: RunFolder, meta: dict[str, Any]) -> dict[str, Any]:
 
 def _from_plan(name: str, site: dict[str, Any]) -> dict[str, Any]:
     plan = SitePlan.model_validate(site["plan"])
-    spent = plan.epsilon_after(site["steps"], site["evaluations"], released=site["released"])
+    spent = plan.epsilon_after(site["steps"], site["evaluations"], releases=site.get("releases", 0))
     return {"site": name, "spent": spent, **plan.model_dump(include={"unit", "eps_max", "delta", "order"})}
 
 

@@ -4,19 +4,23 @@ Every run leaves one JSON file; a run whose file is there is not repeated, and o
 """
 
 import json
-import os
 import shutil
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from fl_dpgan.config import Scenario, load_scenario
 from fl_dpgan.data import ImageData, load, withhold
+from fl_dpgan.errors import ConfigError
 from fl_dpgan.evaluation.attacks import attack_run
 from fl_dpgan.evaluation.suite import RealReference, evaluate_generator
 from fl_dpgan.report.synthetic import run_generator
@@ -72,10 +76,12 @@ class Bench:
     def run(self, trial: Trial) -> Path:
         """Simulate and evaluate the trial, unless its result is there; gives the result's file."""
         file = self.results / f"{trial.name}{'-withheld' if self.withheld else ''}.json"
+        scenario, started = trial.resolved, environment()
         if file.exists():
+            if json.loads(file.read_text(encoding="utf-8"))["settings"] != scenario.model_dump(mode="json"):
+                raise ConfigError(f"{file} is of other settings than these; give a --label, or move the file away")
             self.tell(f"{file.name}: there already")
             return file
-        scenario, started = trial.resolved, environment()
         kept: Result = {
             "scenario": trial.scenario, "method": trial.method, "epsilon": trial.epsilon, "seed": trial.seed,
             "label": trial.label, "overrides": trial.overrides, "settings": scenario.model_dump(mode="json"),
@@ -125,29 +131,55 @@ class Bench:
         return train, withheld if self.withheld else load(data.source, split="test", **where)
 
 
-def simulate(trial: Trial, folder: Path, data_dir: Path | None) -> tuple[float, float]:
-    """Run the trial in a process of its own, or go on with one that was cut off; gives wall and CPU seconds."""
+def simulate(trial: Trial, folder: Path, data_dir: Path | None) -> tuple[float, float | None]:
+    """Run the trial in a process of its own, or go on with one that was cut off; gives wall and CPU seconds.
+
+    CPU seconds are those of all its processes, Ray's among them, as seen once a second; None of a run that was cut off.
+
+    Raises:
+        ConfigError: the folder holds a run of other settings.
+    """
     file = folder / "seconds.json"
+    if (folder / "scenario.json").exists() and RunFolder.open(folder).scenario != trial.resolved:
+        raise ConfigError(f"{folder} is a run of other settings than these; delete it, or give a --label")
     if file.exists():
         wall, cpu = json.loads(file.read_text())
-        return float(wall), float(cpu)
+        return wall, cpu
     options = [*(["--data-dir", str(data_dir)] if data_dir else []), "--out", str(folder)]
-    if (folder / "checkpoint.safetensors").exists():
+    if resumed := (folder / "checkpoint.safetensors").exists():
         arguments = ["simulate", "--resume", *options]
     else:
         shutil.rmtree(folder, ignore_errors=True)
         arguments = ["simulate", trial.scenario, *options, *(f"--set={override}" for override in trial.overrides)]
-    began, before = time.perf_counter(), os.times()
-    done = subprocess.run([*command(), *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{trial.name}: {done.stderr.strip()}")
-    after = os.times()
+    began, seconds = time.perf_counter(), {}
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen([*command(), *arguments], stdout=subprocess.DEVNULL, stderr=errors) as running,
+    ):
+        while running.poll() is None:
+            seconds |= _cpu_seconds(running.pid)
+            time.sleep(1)
+        errors.seek(0)
+        if running.returncode:
+            raise RuntimeError(f"{trial.name}: {errors.read().strip()}")
     rounds = [record["seconds"] for record in RunFolder.open(folder).rounds() if "seconds" in record]
     # of a run that was cut off, the rounds' seconds are all that is known of the first part
     wall = max(time.perf_counter() - began, sum(rounds))
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    cpu = None if resumed else sum(seconds.values())
     file.write_text(json.dumps([wall, cpu]))
     return wall, cpu
+
+
+def _cpu_seconds(pid: int) -> dict[tuple[int, float], float]:
+    """CPU seconds so far of a process and all below it, by process."""
+    found = {}
+    with suppress(psutil.NoSuchProcess):
+        top = psutil.Process(pid)
+        for process in (top, *top.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                found[process.pid, process.create_time()] = times.user + times.system
+    return found
 
 
 def trials(
@@ -187,7 +219,7 @@ def tables(found: Sequence[Result]) -> str:
             same = [one for one in mine if (one["method"], one["epsilon"], one["label"]) == (method, epsilon, label)]
             figures = [_spread([one["evaluation"][section][key] for one in same]) for _, section, key in _COLUMNS]
             seeds = ", ".join(str(one["seed"]) for one in same)
-            cpu = [one["cpu_seconds"] for one in same if "cpu_seconds" in one]
+            cpu = [one["cpu_seconds"] for one in same if one.get("cpu_seconds") is not None]
             name = f"{method}, {label}" if label else method
             shown = "-" if method in (REAL, "non-private") else f"{epsilon:g}"
             row = [name, shown, *figures, seeds, f"{statistics.mean(cpu):.0f}" if cpu else "-"]

@@ -43,3 +43,11 @@ def test_no_site_of_any_seed_has_a_withheld_record():
         assert sum(map(len, parts)) == len(images) == 1300
         inside = {image.tobytes() for image in images.images}
         assert not inside & outside
+
+
+def test_invariant_11_a_patients_images_stay_on_one_side():
+    data = numbered(90)
+    data = ImageData(data.images, data.labels, data.classes, tuple(f"p{i // 4}" for i in range(90)))
+    kept, withheld = withhold(data, 30)
+    assert 30 <= len(withheld) < 34 and len(kept) + len(withheld) == 90
+    assert not set(kept.patients) & set(withheld.patients)

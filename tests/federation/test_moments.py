@@ -87,7 +87,10 @@ def test_a_run_of_moments_alone_spends_its_share_on_them_and_asks_for_nothing_el
 def test_the_generator_learns_the_sites_classes_from_the_moments_alone(matching):
     fed = matching(rounds=0)
     plan = fed.plan.model_dump()
-    plan["privacy"] |= {"eps_max": 1000.0, "moments": {"features": {"parts": [{"kind": "fourier", "count": 400}]}}}
+    plan["privacy"] |= {
+        "eps_max": 1000.0,
+        "moments": {"features": {"parts": [{"kind": "fourier", "count": 1000, "scales": [300.0]}]}},
+    }
     plan["matching"] |= {"rounds": 4, "g_steps": 60, "batch_size": 16, "learning_rate": 1e-2}
     fed.plan = Plan.model_validate(plan)
     y, x = torch.meshgrid(torch.arange(28.0), torch.arange(28.0), indexing="ij")
@@ -200,3 +203,60 @@ def test_a_release_without_a_use_or_a_use_without_a_release_is_refused():
             Plan.model_validate(raw)
     with pytest.raises(ConfigError, match="does nothing"):
         Plan.model_validate({"training": {"rounds": 0}}).site_plan(6000)
+
+
+class KilledError(Exception):
+    pass
+
+
+def killed(*_, **__):
+    raise KilledError
+
+
+def test_a_run_killed_between_the_release_and_the_first_round_goes_on_without_another(matching):
+    whole, cut = matching("whole"), matching("cut")
+    whole.strategy().start(whole.grid())
+    strategy = cut.strategy()
+    strategy._match = killed
+    with pytest.raises(KilledError):
+        strategy.start(cut.grid())
+    cut.strategy().start(cut.grid())
+    assert charges(cut) == charges(whole)
+    assert [record["round"] for record in log(cut)] == [0, 1, 2, 3, 4, 5]
+    (a, _), (b, _) = RunFolder(whole.path).load_checkpoint(), RunFolder(cut.path).load_checkpoint()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_invariant_2_a_run_killed_before_it_kept_the_release_gets_the_same_bytes_again(matching):
+    whole, cut = matching("whole"), matching("cut")
+    whole.strategy().start(whole.grid())
+    strategy = cut.strategy()
+    strategy._checkpoint = killed
+    with pytest.raises(KilledError):
+        strategy.start(cut.grid())
+    cut.strategy().start(cut.grid())
+    assert charges(cut) == charges(whole)
+    (a, _), (b, _) = RunFolder(whole.path).load_checkpoint(), RunFolder(cut.path).load_checkpoint()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_a_quorum_that_comes_back_after_a_failed_release_goes_on_with_what_was_released(matching):
+    fed = matching(quorum=2)
+    grid = fed.grid()
+    silent = grid.handlers[11]
+    grid.handlers[11] = lambda m: None if m.metadata.message_type == MessageType.TRAIN else silent(m)
+    with pytest.raises(FederationError, match="fewer answers than the quorum"):
+        fed.strategy().start(grid)
+    fed.strategy().start(fed.grid())
+    assert [e.mechanism for e in charges(fed)].count("moment_release") == 1
+    assert log(fed)[-1]["round"] == 5
+
+
+def test_sites_without_budget_for_the_release_withdraw_and_the_run_ends_saying_so(matching):
+    fed = matching()
+    for number in fed.sites:
+        fed.ledger(number).unlink()
+        fed.sites[number] = fed.site(number, mechanisms=ASKED, eps_max=0.3)
+    fed.strategy().start(fed.grid())
+    assert "fewer than the quorum" in log(fed)[-1]["stopped"]
+    assert log(fed)[-1]["sites"]["site-0"]["status"] == "withdrawn" and charges(fed) == []

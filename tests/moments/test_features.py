@@ -1,8 +1,10 @@
+import hashlib
 import math
 
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.fft import dctn
@@ -61,3 +63,18 @@ def test_features_follow_from_the_seed_alone():
     assert torch.equal(first, FeatureMap(BOTH, (1, 28, 28))(images(2)))
     other = Features(parts=(Fourier(count=40, scales=(20.0, 60.0), seed=1), BOTH.parts[1]), count_share=0.2)
     assert not torch.equal(first, FeatureMap(other, (1, 28, 28))(images(2)))
+
+
+def test_every_party_has_the_same_random_rows_on_every_machine():
+    rows = FeatureMap(Features(parts=(Fourier(count=4, scales=(1.0, 4.0), seed=7),)), (1, 1, 3)).parts[0].rows
+    # the first numbers of an AES-256 stream under SHA-256 of "('fourier', 7)", by Box and Muller, with scales 1 and 4
+    stream = Cipher(algorithms.AES(hashlib.sha256(b"('fourier', 7)").digest()), modes.CTR(bytes(16))).encryptor()
+    uniform = (np.frombuffer(stream.update(bytes(48)), dtype="<u8") >> np.uint64(11)).astype(float) + 0.5
+    radii, angles = np.sqrt(-2 * np.log(uniform[:3] / 2**53)), 2 * np.pi * uniform[3:] / 2**53
+    np.testing.assert_allclose(rows[0], radii * np.cos(angles), rtol=1e-5)
+    np.testing.assert_allclose(rows[1], radii * np.sin(angles) / 2, rtol=1e-5)
+
+
+def test_an_image_that_is_not_square_has_its_frequencies():
+    found = FeatureMap(Features(parts=(Frequencies(side=2),)), (1, 28, 20))(torch.rand(2, 1, 28, 20))
+    assert found.shape == (2, 10) and bool(found.isfinite().all())

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from fl_dpgan.errors import PolicyError
 from fl_dpgan.privacy.accountant import ORDERS, Event, best_order, calibrate, epsilon
 from fl_dpgan.privacy.clipping import Automatic, EpsilonAdaptive, Fixed, Quantile
+from fl_dpgan.privacy.moments import Features, Fourier, Frequencies
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.privacy.policy import Policy
 
@@ -33,12 +34,14 @@ def broken_rule(terms, plan, mechanism=UPDATE):
     return caught.value.rule
 
 
+MOMENTS = Features(parts=(Fourier(count=24), Frequencies(side=2)))  # 24 numbers and 10, of 4 frequencies' pairs
 AT_THE_LIMIT = {
     "eps_per_run": (4.0, {"eps_max": math.nextafter(4.0, 5)}),
     "largest_sample_rate": (0.1, {"batch_size": 11}),
     "largest_batch_size": (10, {"batch_size": 11}),
     "largest_clipping_norm": (1.5, {"clipping": Fixed(c=math.nextafter(1.5, 2))}),
     "largest_d_steps": (5, {"d_steps": 6}),
+    "largest_moments": (33, {"moments": MOMENTS, "moment_noise": 2.0}),
     "least_noise_multiplier": (2.0, {"noise_multiplier": math.nextafter(2.0, 1)}),
 }
 
