@@ -197,7 +197,7 @@ class Site:
         plan, models = request.plan, self._models
         fakes = self._fakes(tensors, plan)
         file = kept.beside(self._ledger_path, request.run, self._budget)
-        critic = Critic(file, models.discriminator, learning_rate=self._learning_rate)
+        critic = Critic(file, models.initial_discriminator, learning_rate=self._learning_rate)
         head = self._charge(ledger, request, plan.event, plan.clipping.largest)
         critic.train(self._data, fakes, plan.d_steps, self._random("critic", request.round), request=digest)
         gradient = sanitised_gradient(critic.module, *fakes, plan, self._random("gradient", request.round))

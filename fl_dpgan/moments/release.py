@@ -28,7 +28,10 @@ def noised_sums(features: FeatureMap, data: Records, num_classes: int, event: Ev
     with torch.no_grad():
         for start in range(0, len(chosen), 128):
             images, labels = data.batch(chosen[start : start + 128])
-            sums.index_add_(0, labels.cpu(), unit_vectors(features, images).cpu())
+            # one at a time: how a kernel rounds depends on what else is in a batch, and where a small difference
+            # decides (the cosine of a large angle), one record would change what another adds
+            vectors = torch.cat([unit_vectors(features, image) for image in images.split(1)])
+            sums.index_add_(0, labels.cpu(), vectors.cpu())
     return noised(sums, event.noise_multiplier, random)
 
 

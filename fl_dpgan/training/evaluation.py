@@ -25,7 +25,9 @@ def noised_count(classifier: nn.Module, data: Records, event: Event, random: Key
     with torch.no_grad():
         for start in range(0, len(chosen), 512):
             images, labels = data.batch(chosen[start : start + 512])
-            right += int((classifier(images).argmax(dim=1) == labels).sum())
+            # one at a time: rounding depends on what else is in a batch, and may decide between two classes
+            answers = torch.cat([classifier(image).argmax(dim=1) for image in images.split(1)])
+            right += int((answers == labels).sum())
     noised = right - len(chosen) / 2 + event.noise_multiplier / 2 * float(random.normal(1)[0])
     grid = event.noise_multiplier / 1024  # the lowest bits of a sum of floats can tell what was added
     return round(noised / grid) * grid

@@ -21,6 +21,7 @@ class Models:
         device: where they work.
 
     Attributes:
+        initial_discriminator: D as it was given, which no request changes.
         num_classes: labels that the federation has. image_shape: (channels, size, size). device: where they are.
         engine: makes what sums D's clipped gradients.
 
@@ -38,6 +39,7 @@ class Models:
     ) -> None:
         self.generator = copy.deepcopy(generator).to(device)
         self.discriminator = copy.deepcopy(discriminator).to(device)
+        self.initial_discriminator = copy.deepcopy(self.discriminator)
         self.classifier = copy.deepcopy(classifier).to(device) if classifier else None
         self.num_classes = int(generator.num_classes)  # type: ignore[arg-type]
         labels = torch.zeros(2, dtype=torch.int64, device=device)

@@ -27,7 +27,7 @@ from simulations.benchmarks.common import Result, interleaved, scratch, table, t
 from simulations.benchmarks.simulated import command
 
 D_STEPS = 10
-_SCENARIO = ["data.declared_size=6000", f"training.d_steps={D_STEPS}"]
+_SCENARIO = ["method=dp-dcgan", "data.declared_size=6000", f"training.d_steps={D_STEPS}"]
 
 
 def measure(before: int, events: int, repeats: int) -> Result:

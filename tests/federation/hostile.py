@@ -15,6 +15,8 @@ from torch import Tensor
 
 #: What the site's policy allows at most; plans beyond are refused, plans up to it are trained.
 LEAST_NOISE, MOST_STEPS, MOST_BATCH, MOST_NORM = 0.5, 4, 8, 2.0
+#: What it allows of a moment release: a part of 12 x 12 frequencies has 10,440 numbers.
+MOST_MOMENTS = 10_500
 #: The smallest clipping norm that the schema allows.
 LEAST_NORM = 1e-6
 
@@ -80,12 +82,23 @@ class Hostile:
 Mutator = Callable[[random.Random, Hostile], None]
 
 
-def generate(source: random.Random, genuine: Hostile) -> Hostile:
-    """A copy of the genuine request with one to three changes; in every eleventh, only such as the schema allows."""
+def generate(
+    source: random.Random,
+    genuine: Hostile,
+    *,
+    share: float = 0.09,
+    mutators: tuple[list[Mutator], list[Mutator]] | None = None,
+) -> Hostile:
+    """A copy of the genuine request with one to three changes; in a share of them, only such as the schema allows.
+
+    Args:
+        mutators: those that the schema and the policy allow, and the others; left out, those of updates and counts.
+    """
+    permitted, forbidden = mutators or (ALLOWED, FORBIDDEN)
     hostile = copy.deepcopy(genuine)
-    allowed = source.random() < 0.09
+    allowed = source.random() < share
     for _ in range(source.choice([1, 1, 2, 3])):
-        mutate = source.choice(ALLOWED if allowed or source.random() < 0.3 else FORBIDDEN)
+        mutate = source.choice(permitted if allowed or source.random() < 0.3 else forbidden)
         mutate(source, hostile)
         hostile.done.append(mutate.__name__.strip("_"))
     return hostile
@@ -195,6 +208,53 @@ def _sure_of_reals(source: random.Random, hostile: Hostile) -> None:
     name = "discriminator.head.bias"
     if name in hostile.state and _real(hostile.state[name]):
         hostile.state[name] = torch.full_like(hostile.state[name], source.choice([50.0, 88.0, 100.0, 103.9, -100.0]))
+
+
+def _strange_features(source: random.Random, hostile: Hostile) -> None:
+    """A moment release of other features; at tiny scales an angle is so large that float32 knows nothing of it."""
+    parts = [source.choice([_fourier, _frequencies])(source) for _ in range(source.choice([1, 1, 2, 4]))]
+    if sum(part.get("side") == 12 for part in parts) > 1:  # more numbers than the policy allows
+        parts = parts[:1]
+    for part in parts:
+        part["weight"] = source.choice([1.0, 1e-3, 3, 1e3])
+    share = source.choice([0.1, 5e-324, 1e-9, 0.5, 1 - 1e-16])
+    hostile.plan["moments"] = {"parts": parts, "count_share": share}
+    if hostile.plan.get("moment_noise") is None:
+        hostile.plan["moment_noise"] = LEAST_NOISE
+
+
+def _fourier(source: random.Random) -> dict[str, Any]:
+    scales = [60.0, 300, 1, 60.0, 300, 1, 1e9, 1e-3, 1e-9, 1e-20, 1e-44, 5e-324]
+    return {
+        "kind": "fourier",
+        "count": source.choice([2, 2, 4, 20, 200]),
+        "scales": source.choices(scales, k=source.choice([1, 1, 2, 16])),
+        "seed": source.choice([0, 1, 2**31 - 1]),
+    }
+
+
+def _frequencies(source: random.Random) -> dict[str, Any]:
+    side, centre = source.choice([1, 2, 2, 3, 3, 12]), source.choice([0, 5e-324, 0.13, 0.5, 1])
+    return {"kind": "frequencies", "side": side, "centre": centre}
+
+
+def _strange_moment_noise(source: random.Random, hostile: Hostile) -> None:
+    """From the policy's least to the schema's largest; where the plan has no moments, that is half of a release."""
+    values = [LEAST_NOISE, math.nextafter(LEAST_NOISE, 1), 0.7, 1, 1.5, 30.0, 1e3, 1e6]
+    hostile.plan["moment_noise"] = source.choice(values)
+
+
+def _strange_images(source: random.Random, hostile: Hostile) -> None:
+    """As many images as the plan says, with pixels on the border of [-1, 1], or with one label alone."""
+    if "images" not in hostile.state:
+        return
+    size = source.randint(1, MOST_BATCH)
+    images = hostile.state["images"][:1].repeat(size, *[1] * (hostile.state["images"].dim() - 1))
+    value = source.choice([None, 1.0, -1.0, 0.0, -0.0, 1e-45, math.nextafter(1, 0)])
+    if value is not None and images.is_floating_point():
+        images = torch.full_like(images, value)
+    hostile.state |= {"images": images, "labels": torch.arange(size) % 2 * source.choice([0, 1])}
+    hostile.plan["batch_size"] = size
 
 
 # --- what a site refuses, or happens to survive
@@ -407,6 +467,89 @@ def _headed(head: bytes, body: bytes) -> bytes:
     return len(head).to_bytes(8, "little") + head + body[8 + old :]
 
 
+def _other_features(source: random.Random, hostile: Hostile) -> None:
+    """Features of which one thing is not as the schema or the policy has it; now and then it is, by accident."""
+    fourier = {"kind": "fourier", "count": 4, "scales": [60.0], "seed": 0, "weight": 1.0}
+    frequencies = {"kind": "frequencies", "side": 2, "centre": 0.13, "weight": 1.0}
+    faults: list[tuple[dict[str, Any], str, list[Any]]] = [
+        (fourier, "count", [0, 1, 3, -2, 10_502, 99_998, 100_000, 100_002, 10**30, 2.5, 4.0, *_OTHERS]),
+        (fourier, "scales", [[], [0], [-1], [float("nan")], [float("inf")], [1e9 * (1 + 1e-15)], [1.0] * 17, *_OTHERS]),
+        (fourier, "seed", [-1, 2**31, 2**64, 0.5, float("nan"), *_OTHERS]),
+        (frequencies, "side", [0, 13, -1, 12.5, 10**9, float("nan"), *_OTHERS]),
+        (frequencies, "centre", [-5e-324, 1 + 1e-15, float("nan"), float("inf"), *_OTHERS]),
+        (frequencies, "weight", [0, -1, 9.99e-4, 1000.1, float("nan"), float("inf"), 5e-324, *_OTHERS]),
+        (fourier, "kind", ["frequencies", "raw", *_OTHERS]),
+        (frequencies, "pixels", [0, *_OTHERS]),
+    ]
+    part, key, values = source.choice(faults)
+    spoiled = part | {key: source.choice(values)}
+    whole = {"parts": source.choice([[spoiled], [fourier, frequencies, spoiled]]), "count_share": 0.1}
+    share = source.choice([0, -0.0, 1, -1, 1 + 1e-15, float("nan"), float("inf"), *_OTHERS])
+    hostile.plan["moments"] = source.choice(
+        [
+            *[whole] * 6,
+            {"parts": [fourier], "count_share": share},
+            {"parts": [fourier] * source.choice([0, 5, 1000]), "count_share": 0.1},
+            {"parts": [frequencies | {"side": 12}, fourier | {"count": 62}], "count_share": 0.1},
+            source.choice([None, *_OTHERS]),
+        ]
+    )
+
+
+def _other_moment_noise(source: random.Random, hostile: Hostile) -> None:
+    weak = [math.nextafter(LEAST_NOISE, 0), 0.4999999, 0.1, math.nextafter(0.1, 0), 1e6 * (1 + 1e-15)]
+    hostile.plan["moment_noise"] = source.choice([*weak, *weak, *_FLOATS, *_OTHERS])
+
+
+def _other_mechanism(source: random.Random, hostile: Hostile) -> None:
+    """What is asked for and what the plan's rounds release do not go together, or a method brings what it does not."""
+    asked = ["discriminator_update", "evaluation_count", "moment_release", "image_gradient"]
+    if source.random() < 0.5:
+        hostile.header["mechanism"] = source.choice(asked)
+    else:
+        hostile.plan["update"] = source.choice([*asked, "", None])
+
+
+def _needless_tensors(source: random.Random, hostile: Hostile) -> None:
+    """What a moment release has no use for, and a gradient no place."""
+    images = {"images": torch.zeros(2, 1, 28, 28), "labels": torch.zeros(2, dtype=torch.int64)}
+    bodies = [save({}), save({"x": torch.ones(1)}), save(images), b"\x00", b"{}", source.randbytes(40)]
+    hostile.body = source.choice(bodies)
+
+
+def _other_images(source: random.Random, hostile: Hostile) -> None:
+    images, labels = hostile.state.get("images"), hostile.state.get("labels")
+    if images is None or labels is None or not images.numel() or not labels.numel():
+        return
+    if source.random() < 0.4:
+        pixels = images.clone().view(-1).float()
+        value = source.choice([float("nan"), float("inf"), 2.0, -2.0, math.nextafter(1, 2), 1 + 2e-7, -3.4e38])
+        pixels[source.randrange(len(pixels))] = value  # the double next to 1 is 1 in single precision, and allowed
+        hostile.state["images"] = pixels.view(images.shape)
+    elif source.random() < 0.5:
+        label = source.choice([-1, 2, 2**40, -(2**63), 255])
+        hostile.state["labels"] = torch.cat([labels.flatten()[1:].long(), torch.tensor([label])])
+    else:
+        hostile.state |= source.choice(
+            [
+                {"images": images[1:].clone()},
+                {"labels": labels[1:].clone()},
+                {"images": images[1:].clone(), "labels": labels[1:].clone()},
+                {"images": images.repeat(2, *[1] * (images.dim() - 1)), "labels": labels.repeat(2)},
+                {"images": torch.zeros(len(images), 3, 28, 28)},
+                {"images": torch.zeros(len(images), 1, 32, 32)},
+                {"images": images.half()},
+                {"labels": labels.int()},
+                {"labels": labels.float()},
+                {"images": labels, "labels": images},
+            ]
+        )
+
+
+def _without_noise(source: random.Random, hostile: Hostile) -> None:
+    hostile.plan["non_private"] = source.choice([True, True, 1, "true"])
+
+
 def _fields(holder: Any) -> list[tuple[Any, Any]]:
     """Every field of the header at any depth, as its holder and its key."""
     if not isinstance(holder, dict):
@@ -452,3 +595,25 @@ FORBIDDEN: list[Mutator] = [
     _other_tensors,
     _other_bytes,
 ]
+
+#: Those for a campaign against moment releases and image gradients.
+RELEASES: tuple[list[Mutator], list[Mutator]] = (
+    [
+        *[_strange_features] * 3,
+        *[_strange_images] * 3,
+        _strange_moment_noise,
+        _strange_plan,
+        _strange_clipping,
+        _strange_names,
+        _known_anchor,
+    ],
+    [
+        *[_other_features] * 4,
+        *[_other_images] * 4,
+        *[_other_moment_noise] * 2,
+        *[_other_mechanism] * 3,
+        *[_needless_tensors] * 2,
+        *[_without_noise] * 2,
+        *sorted(set(FORBIDDEN), key=FORBIDDEN.index),
+    ],
+)

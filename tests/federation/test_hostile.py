@@ -50,6 +50,8 @@ POLICY = Policy(
     largest_clipping_norm=MOST_NORM,
     mechanisms=("discriminator_update", "evaluation_count"),
 )
+#: The statuses of answers that release something.
+PAID = ("trained", "counted", "released")
 
 
 def networks() -> tuple[Generator, Discriminator, nn.Module]:
@@ -146,16 +148,18 @@ class Outcome:
 class Victim:
     """A site under attack, with everything that is checked at its border."""
 
+    policy = POLICY
+
     def __init__(self, path: Path, pictures: torch.Tensor, *, seed: int | None = 0) -> None:
         generator, discriminator, classifier = networks()
         self.ledger = path / "site.sqlite"
         self.data = WatchedRecords(pictures, self.ledger)
         self.released: dict[str, bytes] = {}
-        Ledger(self.ledger, POLICY.account("site-0")).close()
+        Ledger(self.ledger, self.policy.account("site-0")).close()
         self.site = Site(
             "site-0",
             self.data,
-            policy=POLICY,
+            policy=self.policy,
             models=Models(generator, discriminator, classifier),
             ledger=self.ledger,
             learning_rate=1e-3,
@@ -186,7 +190,7 @@ class Victim:
             assert outcome.header.model_dump() == hello
         else:
             assert outcome.header.reason.isprintable(), hostile.done
-        if outcome.status not in ("trained", "counted"):
+        if outcome.status not in PAID:
             assert (after.charges, after.releases) == (before.charges, before.releases), hostile.done
             assert not outcome.body and getattr(outcome.header, "count", None) is None
             assert not outcome.reads
@@ -197,23 +201,27 @@ class Victim:
             self.check_paid(hostile, outcome)
             self.released[outcome.text] = outcome.body
 
-    def check_paid(self, hostile: Hostile, outcome: Outcome) -> None:
+    def check_booked(self, hostile: Hostile, outcome: Outcome) -> wire.Request:
+        """Charged and stored once, on this request's account, within the policy; gives the request."""
         before, after, charge = outcome.before, outcome.after, outcome.after.charge
         assert (after.charges, after.releases) == (before.charges + 1, before.releases + 1)
         assert outcome.header.head == after.charge_hash
         assert after.release["digest"] == hashlib.sha256(outcome.text.encode() + b"\0" + outcome.body).hexdigest()
         request, _ = wire.unpack(hostile.message(), wire.Request)
-        plan = request.plan
+        assert (charge["request"], charge["run"], charge["round"]) == (request.id, request.run, request.round)
+        assert charge["noise_multiplier"] >= LEAST_NOISE
+        assert charge["clipping_norm"] <= MOST_NORM
+        assert charge["share"] == request.plan.eps_max <= 1000
+        return request
+
+    def check_paid(self, hostile: Hostile, outcome: Outcome) -> None:
+        charge, plan = outcome.after.charge, self.check_booked(hostile, outcome).plan
         updated = outcome.status == "trained"
         assert (charge["mechanism"], charge["sample_rate"], charge["noise_multiplier"], charge["count"]) == (
             ("discriminator_update", plan.batch_size / SIZE, plan.noise_multiplier, plan.d_steps)
             if updated
             else ("evaluation_count", 1.0, plan.evaluation_noise, 1)
         )
-        assert (charge["request"], charge["run"], charge["round"]) == (request.id, request.run, request.round)
-        assert charge["noise_multiplier"] >= LEAST_NOISE
-        assert charge["clipping_norm"] <= MOST_NORM
-        assert charge["share"] == plan.eps_max <= 1000
         if updated:
             assert 1 <= plan.d_steps <= MOST_STEPS and 1 <= plan.batch_size <= MOST_BATCH
             assert len(outcome.reads) == plan.d_steps
@@ -274,10 +282,12 @@ def genuine(victim: Victim, path: Path) -> tuple[Hostile, Hostile]:
 class Attack:
     """Many hostile requests to two sites that differ in one record, with a genuine one from time to time."""
 
+    victim = Victim
+
     def __init__(self, path: Path, kind: str, seed: int) -> None:
         self.source = random.Random(seed)
-        self.victims = [Victim(path / str(n), pictures) for n, pictures in enumerate(neighbours(kind))]
-        self.update, self.count = genuine(self.victims[0], path)
+        self.victims = [self.victim(path / str(n), pictures) for n, pictures in enumerate(neighbours(kind))]
+        self.bases = self.genuine(path)
         self.tally: Counter[str] = Counter()
         self.rounds = 100
         self.last: Hostile | None = None
@@ -294,32 +304,43 @@ class Attack:
         if self.last and self.source.random() < 0.02:
             return self.last  # a repetition
         if self.last and self.source.random() < 0.02:
-            self.last = generate(self.source, self.last)  # mostly under the same id, with other content
+            self.last = self.generate(self.last)  # mostly under the same id, with other content
             return self.last
-        base = self.count if self.source.random() < 0.12 else self.update
+        base = self.base()
         self.rounds += 1
         base.header["round"] = self.rounds
-        self.last = generate(self.source, base)
+        self.last = self.generate(base)
         return self.last
 
-    def send(self, hostile: Hostile) -> None:
+    def genuine(self, path: Path) -> tuple[Hostile, ...]:
+        return genuine(self.victims[0], path)
+
+    def base(self) -> Hostile:
+        update, count = self.bases
+        return count if self.source.random() < 0.12 else update
+
+    def generate(self, base: Hostile) -> Hostile:
+        return generate(self.source, base)
+
+    def send(self, hostile: Hostile) -> list[Outcome]:
         outcomes = [victim.answer(hostile) for victim in self.victims]
         assert outcomes[0].seen == outcomes[1].seen, hostile.done
         first = outcomes[0]
-        if first.status in ("trained", "counted"):
+        if first.status in PAID:
             repeated = first.after.charges == first.before.charges
             self.tally["repeated" if repeated else first.status] += 1
         else:
             self.tally[f"{first.status} {getattr(first.header, 'rule', '')}".strip()] += 1
         self.tally["schema"] += passes_schema(hostile)
+        return outcomes
 
     def send_genuine(self) -> None:
         """No message has left the site in a state in which it does not answer."""
-        for base in (self.update, self.count):
+        for base in self.bases:
             self.rounds += 1
             base.header["round"] = self.rounds
             statuses = {victim.answer(base).status for victim in self.victims}
-            assert statuses < {"trained", "counted", "withdrawn"} and len(statuses) == 1
+            assert statuses < {*PAID, "withdrawn"} and len(statuses) == 1
             self.tally[f"genuine {statuses.pop()}"] += 1
 
 
