@@ -246,7 +246,9 @@ def test_claimed_size_is_not_allocated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"not gzip at all", gzip.compress(idx(PIXELS))[:-20], gzip.compress(b"")[:10] + b"\xff" * 40]
+    "content",
+    [b"not gzip at all", gzip.compress(idx(PIXELS))[:-20], gzip.compress(b"")[:10] + b"\xff" * 40],
+    ids=["another format", "cut short", "no stream"],  # a stream holds the time, which two processes do not share
 )
 def test_corrupt_gzip(tmp_path: Path, content: bytes) -> None:
     write_mnist(tmp_path, suffix=".gz")
