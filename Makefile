@@ -23,4 +23,5 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+	$(BIN)/python -m pytest -m 'not ray' --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m ray

@@ -22,12 +22,10 @@ from fl_dpgan.training.models import Models
 torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run in several processes: a file's in one, and all that start Ray in one, which finds what runs."""
-    for item in items:
-        ray = item.path.parent == Path(__file__).parent and item.get_closest_marker("slow")
-        item.add_marker(pytest.mark.xdist_group("ray" if ray else str(item.path)))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what starts Ray: such tests run one after another, for one would find the other's cluster."""
+    if item.path.parent == Path(__file__).parent and item.get_closest_marker("slow"):
+        item.add_marker("ray")
 
 
 @pytest.fixture(autouse=True)
