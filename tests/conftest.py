@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fl_dpgan.federation import FedDPGAN, Policy, Records, Site
 from fl_dpgan.federation.client import Pack
 from fl_dpgan.networks import Discriminator, Generator
 from fl_dpgan.privacy import engines, layers
+from fl_dpgan.privacy.accountant import Event
 from fl_dpgan.privacy.entries import Account
 from fl_dpgan.privacy.ledger import Ledger, LedgerReader
 from fl_dpgan.runs import RunFolder
@@ -134,6 +136,17 @@ class Federation:
         strategy._join(grid)
         requests = list(strategy.configure_train(round_number, None, None, grid))
         return grid_sent(requests[number])
+
+
+def charges(fed: Federation, number: int = 0) -> list[Event]:
+    """What a site has charged, in order."""
+    with closing(LedgerReader(fed.ledger(number))) as ledger:
+        return [charge.event for charge in ledger.charges()]
+
+
+def log(fed: Federation) -> list[dict[str, Any]]:
+    """The round log."""
+    return list(RunFolder(fed.path).rounds())
 
 
 def unused_on_other_terms(path: Path, account: Account) -> bool:

@@ -233,7 +233,7 @@ class SitePlan(BaseModel):
         found = (
             self._steps(steps) if steps else None,
             self._counts(evaluations) if evaluations else None,
-            self._moments(releases) if self.moments and releases else None,
+            self._moments(releases) if releases else None,
         )
         return tuple(event for event in found if event)
 

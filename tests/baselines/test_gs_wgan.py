@@ -6,6 +6,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from conftest import charges, handler, log
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.rdp import RdpAccountant
 from flwr.app import Message, MessageType
@@ -31,13 +32,12 @@ from fl_dpgan.federation import site as site_module
 from fl_dpgan.federation.gs_wgan import GSWGAN
 from fl_dpgan.privacy.accountant import Event, calibrate, epsilon
 from fl_dpgan.privacy.clipping import Automatic, EpsilonAdaptive, Fixed
-from fl_dpgan.privacy.ledger import Ledger, LedgerReader
+from fl_dpgan.privacy.ledger import Ledger
 from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.privacy.plan import PrivacyConfig, SitePlan
 from fl_dpgan.runs import RunFolder
 from fl_dpgan.training.generator import GeneratorTrainer
 from fl_dpgan.training.records import Records
-from tests.conftest import handler
 
 GRADIENTS = ("image_gradient",)
 B = 4
@@ -76,15 +76,6 @@ def gradients(federation):
         return fed
 
     return make
-
-
-def charges(fed, number=0):
-    with closing(LedgerReader(fed.ledger(number))) as ledger:
-        return [charge.event for charge in ledger.charges()]
-
-
-def log(fed):
-    return list(RunFolder(fed.path).rounds())
 
 
 def critic_files(fed):

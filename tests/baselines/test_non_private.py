@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from conftest import LocalGrid, handler, log
 from flwr.app import MessageType
 from safetensors.torch import load
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -25,7 +26,6 @@ from fl_dpgan.runs import RunFolder
 from fl_dpgan.training.discriminator import draw_fakes
 from fl_dpgan.training.models import Models
 from fl_dpgan.training.records import Records
-from tests.conftest import LocalGrid, handler
 
 
 @pytest.fixture
@@ -53,10 +53,6 @@ def unprotected(federation):
 
 def state(fed, number):
     return fed.path / "unprotected" / f"site-{number}.safetensors"
-
-
-def log(fed):
-    return list(RunFolder(fed.path).rounds())
 
 
 def checkpoint(fed):

@@ -1,7 +1,6 @@
-from contextlib import closing
-
 import pytest
 import torch
+from conftest import charges, log
 from flwr.app import Message, MessageType
 from safetensors.torch import load, save
 
@@ -9,7 +8,6 @@ from fl_dpgan.config import Plan
 from fl_dpgan.errors import ConfigError, FederationError
 from fl_dpgan.federation import wire
 from fl_dpgan.privacy.accountant import Event, calibrate, epsilon
-from fl_dpgan.privacy.ledger import LedgerReader
 from fl_dpgan.runs import RunFolder
 
 MOMENTS = {"features": {"parts": [{"kind": "fourier", "count": 20}, {"kind": "frequencies", "side": 2}]}}
@@ -31,15 +29,6 @@ def matching(federation):
         return fed
 
     return make
-
-
-def charges(fed, number=0):
-    with closing(LedgerReader(fed.ledger(number))) as ledger:
-        return [charge.event for charge in ledger.charges()]
-
-
-def log(fed):
-    return list(RunFolder(fed.path).rounds())
 
 
 def asked(fed, number=0, **changes):
