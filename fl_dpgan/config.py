@@ -1,10 +1,12 @@
-"""The run's plan and its scenario: one typed description, read from a TOML file, that refuses unknown keys."""
+"""A run's plan, and the scenario or the federation around it: typed, read from TOML, refusing unknown keys."""
 
+import hashlib
+import json
 import tomllib
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -67,7 +69,7 @@ class FederationConfig(_Section):
 
 
 class Plan(_Section):
-    """What a strategy needs to know of a run. A `Scenario` is a plan with data and networks."""
+    """What a strategy needs to know of a run."""
 
     seed: int = Field(0, ge=0, lt=2**31)
     privacy: PrivacyConfig = PrivacyConfig()
@@ -148,15 +150,20 @@ class EvaluationConfig(_Section):
     epochs: int = Field(5, ge=1, le=1000)
 
 
-class Scenario(Plan):
-    """A simulation: a plan, its data, its networks and how it is evaluated."""
+class Settings(Plan):
+    """What a run's folder needs to know: a plan, its networks and how its generator is evaluated."""
 
-    name: str = Field("custom", pattern=r"^[a-z0-9][a-z0-9-]*$")
+    name: str = Field("custom", pattern=r"^[a-z0-9][a-z0-9-]{0,47}$")
+    model: ModelConfig = ModelConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+
+class Scenario(Settings):
+    """A simulation: how many sites share which data."""
+
     method: str = Field("custom", pattern=r"^[a-z0-9][a-z0-9-]*$")
     data: DataConfig = DataConfig()
-    model: ModelConfig = ModelConfig()
     simulation: SimulationConfig = SimulationConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
 
     @model_validator(mode="after")
     def _one_value_per_site(self) -> "Scenario":
@@ -178,6 +185,75 @@ class Scenario(Plan):
     def budget(self, site: int) -> float:
         """eps_max of the site's ledger: what the whole run is planned to cost, unless the scenario says otherwise."""
         return self.simulation.eps_max[site] if self.simulation.eps_max else self.privacy.eps_max
+
+
+class Federation(Settings):
+    """A federation of real sites, as its coordinator publishes it to them in `federation.toml`.
+
+    `classes` are the labels' names, in the order of their numbers. `address` is where the sites reach the server, as
+    HOST:PORT.
+    """
+
+    classes: tuple[Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]{1,64}$")], ...] = Field(min_length=1)
+    address: str = Field(pattern=r"^(\[[0-9a-fA-F:]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}$")
+
+    @model_validator(mode="after")
+    def _one_name_per_class(self) -> "Federation":
+        if len(set(self.classes)) != len(self.classes):
+            raise ValueError("classes: two have the same name; give each its own")
+        if self.model.num_classes != len(self.classes):
+            raise ValueError(
+                f"model.num_classes = {self.model.num_classes}, but classes has {len(self.classes)}; make them agree"
+            )
+        if self.federation.sites_per_node != 1:
+            raise ValueError("federation.sites_per_node is for simulations; a real node has one site")
+        if self.privacy.non_private:
+            raise ValueError("privacy.non_private is for simulations; no real site accepts it")
+        return self
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of what a site must have in common with the server: the labels, the networks, D's learning rate."""
+        shared = [self.classes, self.model.model_dump(mode="json"), self.training.d_learning_rate]
+        return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
+
+
+def load_federation(path: Path) -> Federation:
+    """Read a federation's file.
+
+    Raises:
+        ConfigError: there is none, it is not TOML, or a key is unknown, missing or out of its range.
+    """
+    return validated(Federation, read_toml(path, "ask the coordinator for it"), path)
+
+
+def read_toml(path: Path, remedy: str) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        ConfigError: there is none (then with the remedy), or it is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"no file at {path}; {remedy}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def validated(kind: type[M], raw: dict[str, Any], path: Path) -> M:
+    """A file's tables as what they describe.
+
+    Raises:
+        ConfigError: names the file, and its first key that is unknown, missing or out of its range.
+    """
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {one_line(error)}") from error
 
 
 def scenario_folder() -> Path:

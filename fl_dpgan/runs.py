@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fl_dpgan.config import Scenario, parse_scenario
+from fl_dpgan.config import Federation, Scenario, Settings, parse_scenario, validated
 from fl_dpgan.errors import RunFolderError
 from fl_dpgan.files import write_atomically
 
@@ -27,8 +27,8 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def create(cls, path: Path, scenario: Scenario) -> "RunFolder":
-        """Make the folder and note the scenario, seeds and versions.
+    def create(cls, path: Path, settings: Scenario | Federation) -> "RunFolder":
+        """Make the folder and note the scenario or federation, seeds and versions.
 
         Raises:
             RunFolderError: the folder holds something already.
@@ -39,7 +39,8 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             versions = {"python": platform.python_version(), **{name: _version(name) for name in _VERSIONS}}
-            used = {"scenario": scenario.model_dump(mode="json"), "versions": versions}
+            kind = "scenario" if isinstance(settings, Scenario) else "federation"
+            used = {kind: settings.model_dump(mode="json"), "versions": versions}
             write_atomically(folder.path / "scenario.json", (json.dumps(used, indent=2) + "\n").encode())
         except OSError as error:
             raise RunFolderError(f"{path} cannot be written: {error.strerror}; give another --out") from error
@@ -53,18 +54,34 @@ class RunFolder:
             RunFolderError: there is none at this path.
         """
         if not (path / "scenario.json").is_file():
-            raise RunFolderError(f"{path} holds no run; give the folder that `fl-dpgan simulate --out` wrote")
+            raise RunFolderError(f"{path} holds no run; give the folder that `--out` named when it began")
         return cls(path)
 
     @property
-    def scenario(self) -> Scenario:
-        """The scenario as used."""
+    def settings(self) -> Settings:
+        """The scenario or federation as used."""
         file = self.path / "scenario.json"
         try:
-            raw = json.loads(file.read_text(encoding="utf-8"))["scenario"]
+            stored = json.loads(file.read_text(encoding="utf-8"))
+            if "federation" in stored:
+                return validated(Federation, stored["federation"], file)
+            return parse_scenario(stored["scenario"])
         except (ValueError, KeyError, OSError) as error:
             raise RunFolderError(f"{file} is damaged ({error}); the run cannot be read") from error
-        return parse_scenario(raw)
+
+    @property
+    def scenario(self) -> Scenario:
+        """A simulation's scenario as used.
+
+        Raises:
+            RunFolderError: the run had real sites, or its settings cannot be read.
+        """
+        settings = self.settings
+        if not isinstance(settings, Scenario):
+            raise RunFolderError(
+                f"{self.path} is a run of real sites, whose images are not here; this needs a simulation"
+            )
+        return settings
 
     @property
     def shards(self) -> Path:

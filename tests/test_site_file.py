@@ -7,7 +7,7 @@ import pytest
 
 from fl_dpgan.errors import ConfigError
 from fl_dpgan.privacy.policy import Policy
-from fl_dpgan.site_file import SiteFile, load_site, template
+from fl_dpgan.site_file import GuardSettings, SiteData, SiteFile, load_site, template
 
 LEAST = '{0}name = "clinic"\n[policy]\ndeclared_size = 900\n{1}'
 
@@ -33,9 +33,11 @@ def test_the_template_has_every_key_and_a_comment_above_each():
     lines = template("clinic", 900).splitlines()
     raw = tomllib.loads("\n".join(lines))
     assert set(raw) == set(SiteFile.model_fields)
-    assert set(raw["policy"]) == set(Policy.model_fields)
+    tables = {"policy": Policy, "data": SiteData, "guard": GuardSettings}
+    assert all(set(raw[table]) == set(kind.model_fields) for table, kind in tables.items()) and raw["labels"] == {}
     keys = [n for n, line in enumerate(lines) if " = " in line and not line.startswith("#")]
-    assert len(keys) == len(raw) - 1 + len(raw["policy"])
+    assert len(keys) == len(raw) - 4 + sum(len(raw[table]) for table in tables)
+    keys.append(lines.index("[labels]"))
     assert all(lines[n - 1].startswith("# ") and len(lines[n - 1]) > 10 for n in keys)
 
 

@@ -115,16 +115,12 @@ def render(view: RunView) -> str:
     )
 
 
-def write_report(
-    folder: RunFolder, rows: list[dict[str, Any]], curves: Mapping[str, Curve], *, simulated: bool = True
-) -> Path:
+def write_report(folder: RunFolder, rows: list[dict[str, Any]], curves: Mapping[str, Curve]) -> Path:
     """Write RUN/report.html from the run's folder and return its path.
 
     Args:
         rows: what `budget --json` prints, a dict per site and budget.
         curves: per site, (epsilon spent so far, clipping norm, round) per charged event; empty without ledgers.
-        simulated: False only where the sites drew their noise from their operating systems. By default the report
-            claims no more than a simulation gives.
 
     Raises:
         RunFolderError: a file of the run is damaged, or the report cannot be written.
@@ -136,10 +132,10 @@ def write_report(
         name=folder.path.resolve().name,
         rows=rows,
         rounds=list(folder.rounds()),
-        scenario=stored.get("scenario", {}),
+        scenario=stored.get("scenario", stored.get("federation", {})),
         versions=stored.get("versions", {}),
         curves=curves,
-        simulated=simulated,
+        simulated="federation" not in stored,
         evaluation=_json(evaluation) if evaluation.exists() else None,
         grids=grids,
         grids_left_out=left_out,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
-from fl_dpgan.config import Scenario
+from fl_dpgan.config import Scenario, Settings
 from fl_dpgan.errors import ConfigError, RunFolderError
 from fl_dpgan.networks import from_config
 from fl_dpgan.privacy.plan import SitePlan
@@ -21,6 +21,8 @@ from fl_dpgan.training.generator import draw
 
 #: What is said of a run whose plan is `non_private`, in place of budgets.
 NO_GUARANTEE = "no guarantee: noise and clipping were off"
+_SIMULATED = "This run was a simulation with a known seed: the figures show what a deployment would spend."
+_DEPLOYED = "Each site drew its noise from its own operating system; epsilon is what this run can have cost it at most."
 
 
 def run_generator(folder: RunFolder) -> tuple[nn.Module, dict[str, Any]]:
@@ -33,7 +35,7 @@ def run_generator(folder: RunFolder) -> tuple[nn.Module, dict[str, Any]]:
     if found is None:
         raise RunFolderError(f"{folder.path} has no checkpoint yet; let the run finish a round")
     tensors, meta = found
-    generator, _ = from_config(folder.scenario.model, folder.scenario.seed)
+    generator, _ = from_config(folder.settings.model, folder.settings.seed)
     generator.load_state_dict({name: tensors[f"ema.{name}"] for name in generator.state_dict()})
     return generator.eval(), meta
 
@@ -44,15 +46,15 @@ def to_pixels(images: Tensor) -> NDArray[np.uint8]:
     return pixels
 
 
-def sample_grid(generator: nn.Module, scenario: Scenario, *, per_class: int = 10, shown: int = 20) -> Image.Image:
+def sample_grid(generator: nn.Module, settings: Settings, *, per_class: int = 10, shown: int = 20) -> Image.Image:
     """A grid with a row per class (the first `shown`), the label before each row."""
     from torchvision.utils import make_grid  # takes seconds, which a site's process need not spend
 
-    classes = min(scenario.model.num_classes, shown)
+    classes = min(settings.model.num_classes, shown)
     labels = torch.arange(classes).repeat_interleave(per_class)
-    grid = make_grid((draw(generator, labels, seed=scenario.seed) + 1) / 2, nrow=per_class, padding=2, pad_value=1.0)
+    grid = make_grid((draw(generator, labels, seed=settings.seed) + 1) / 2, nrow=per_class, padding=2, pad_value=1.0)
     pixels = (grid.clamp(0, 1) * 255).byte().permute(1, 2, 0).numpy()
-    margin, cell = 28, scenario.model.size + 2
+    margin, cell = 28, settings.model.size + 2
     canvas = Image.new("RGB", (pixels.shape[1] + margin, pixels.shape[0]), "white")
     canvas.paste(Image.fromarray(pixels), (margin, 0))
     pen = ImageDraw.Draw(canvas)
@@ -63,9 +65,9 @@ def sample_grid(generator: nn.Module, scenario: Scenario, *, per_class: int = 10
 
 def card(folder: RunFolder, meta: dict[str, Any]) -> dict[str, Any]:
     """The guarantee in numbers: the unit, and each site's epsilon and delta, recomputed from the ledgers."""
-    scenario = folder.scenario
-    run = {"run": scenario.name, "round": meta["round"], "seed": scenario.seed}
-    if scenario.privacy.non_private:
+    settings = folder.settings
+    run = {"run": settings.name, "round": meta["round"], "seed": settings.seed}
+    if settings.privacy.non_private:
         return {"statement": NO_GUARANTEE, **run, "sites": []}
     if (folder.path / "ledgers").is_dir():
         rows = [row for ledger in ledgers_of(folder.path) for row in budget_rows(ledger)]
@@ -75,7 +77,7 @@ def card(folder: RunFolder, meta: dict[str, Any]) -> dict[str, Any]:
         "statement": (
             "Each site's records are protected by (epsilon, delta)-differential privacy under adding or removing one "
             "privacy unit, at the epsilon of that site; a unit present at several sites is protected at their sum. "
-            "This run was a simulation with a known seed: the figures show what a deployment would spend."
+            + (_SIMULATED if isinstance(settings, Scenario) else _DEPLOYED)
         ),
         **run,
         "sites": [{key: row[key] for key in ("site", "unit", "spent", "eps_max", "delta", "order")} for row in rows],
@@ -98,7 +100,7 @@ def write_images(folder: RunFolder, count: int, out: Path, *, labels: Sequence[i
         ConfigError: a label that the run does not have. RunFolderError: `out` holds something.
     """
     generator, meta = run_generator(folder)
-    num_classes = folder.scenario.model.num_classes
+    num_classes = folder.settings.model.num_classes
     wanted = list(range(num_classes)) if labels is None else list(labels)
     for label in wanted:
         if not 0 <= label < num_classes:
@@ -106,7 +108,7 @@ def write_images(folder: RunFolder, count: int, out: Path, *, labels: Sequence[i
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunFolderError(f"{out} is not empty; give another --out")
     chosen = torch.tensor([wanted[i % len(wanted)] for i in range(count)])
-    pixels = to_pixels(draw(generator, chosen, seed=folder.scenario.seed + 1))
+    pixels = to_pixels(draw(generator, chosen, seed=folder.settings.seed + 1))
     out.mkdir(parents=True, exist_ok=True)
     if as_npz:
         np.savez_compressed(out / "synthetic.npz", images=pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels,
