@@ -46,15 +46,18 @@ class MatchingConfig(_Section):
 
 
 class FederationConfig(_Section):
-    """Who must take part, and how long the server waits (seconds) for a round's answers.
+    """Who must take part, and how long the server waits, in seconds.
 
-    `sites_per_node` is for simulations of many sites: so many share a Flower node, and its messages.
+    `round_timeout` is for a round's answers, and for the quorum at the start; `join_timeout` is for the other sites at
+    the start, who may also join later. `sites_per_node` is for simulations of many sites: so many share a Flower node,
+    and its messages.
     """
 
     sites: int = Field(3, ge=1, le=100_000)
     sites_per_node: int = Field(1, ge=1, le=100_000)
     quorum: int = Field(2, ge=1)
     round_timeout: float = Field(600.0, gt=0)
+    join_timeout: float = Field(60.0, ge=0)
 
     @model_validator(mode="after")
     def _reachable(self) -> "FederationConfig":

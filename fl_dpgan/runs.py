@@ -1,7 +1,9 @@
 """A run's folder: the scenario as used, the checkpoint, the round log, and what was made of them."""
 
+import hashlib
 import json
 import platform
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -40,7 +42,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             versions = {"python": platform.python_version(), **{name: _version(name) for name in _VERSIONS}}
             kind = "scenario" if isinstance(settings, Scenario) else "federation"
-            used = {kind: settings.model_dump(mode="json"), "versions": versions}
+            used = {"run": _run_name(settings), kind: settings.model_dump(mode="json"), "versions": versions}
             write_atomically(folder.path / "scenario.json", (json.dumps(used, indent=2) + "\n").encode())
         except OSError as error:
             raise RunFolderError(f"{path} cannot be written: {error.strerror}; give another --out") from error
@@ -58,15 +60,27 @@ class RunFolder:
         return cls(path)
 
     @property
+    def run(self) -> str:
+        """The run's name at the sites, which keep its share of their budgets by it."""
+        return str(self._stored["run"])
+
+    @property
     def settings(self) -> Settings:
         """The scenario or federation as used."""
+        stored, file = self._stored, self.path / "scenario.json"
+        if "federation" in stored:
+            return validated(Federation, stored["federation"], file)
+        return parse_scenario(stored["scenario"])
+
+    @property
+    def _stored(self) -> dict[str, Any]:
         file = self.path / "scenario.json"
         try:
             stored = json.loads(file.read_text(encoding="utf-8"))
-            if "federation" in stored:
-                return validated(Federation, stored["federation"], file)
-            return parse_scenario(stored["scenario"])
-        except (ValueError, KeyError, OSError) as error:
+            if not isinstance(stored, dict) or not ({"scenario", "federation"} & stored.keys()):
+                raise ValueError("neither a scenario nor a federation in it")
+            return stored
+        except (ValueError, OSError) as error:
             raise RunFolderError(f"{file} is damaged ({error}); the run cannot be read") from error
 
     @property
@@ -139,6 +153,13 @@ class RunFolder:
         """Drop the lines after the checkpoint's round; those rounds are done again."""
         kept = [json.dumps(record) + "\n" for record in self.rounds() if record["round"] <= last_round]
         write_atomically(self.path / "rounds.jsonl", "".join(kept).encode())
+
+
+def _run_name(settings: Scenario | Federation) -> str:
+    """A simulation's name follows from its scenario; each start of a real federation is a run of its own."""
+    if isinstance(settings, Federation):
+        return f"{settings.name}-{secrets.token_hex(6)}"
+    return f"{settings.name}-{hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:12]}"
 
 
 def _version(package: str) -> str:

@@ -8,6 +8,7 @@ from flwr.clientapp import ClientApp
 
 from fl_dpgan.errors import WireError
 from fl_dpgan.federation import wire
+from fl_dpgan.federation.envelope import pack_parts, unpack_parts
 from fl_dpgan.federation.site import Site
 
 _log = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ class Pack:
     def hello(self, message: Message) -> Message:
         """Introduce each site."""
         parts = [(site.introduction().model_dump_json(), b"") for site in self._sites.values()]
-        return Message(wire.pack_parts(parts), reply_to=message)
+        return Message(pack_parts(parts), reply_to=message)
 
     def train(self, message: Message) -> Message:
         """Answer each site's training request with D's weights, or its request for a release."""
@@ -35,13 +36,13 @@ class Pack:
     def _answer(self, message: Message, carrier: str) -> Message:
         sites = list(self._sites.values())
         try:
-            requests = wire.unpack_parts(message)
+            requests = unpack_parts(message)
             if len(requests) > len(sites):
                 raise WireError(f"{len(requests)} requests to a node of {len(sites)} sites")
             answers = [self._addressee(header).answer(header, body, carrier) for header, body in requests]
         except WireError as error:
             answers = [site.refusal(0, "refused", "wire", str(error)) for site in sites]
-        return Message(wire.pack_parts(answers), reply_to=message)
+        return Message(pack_parts(answers), reply_to=message)
 
     def _addressee(self, header: str) -> Site:
         """The site that a request names; any site refuses a request that names none here."""
@@ -52,26 +53,27 @@ class Pack:
             return first
 
 
-def register(app: ClientApp, sites_of: Callable[[Context], Site | Iterable[Site]]) -> None:
-    """Let a Flower ClientApp answer as the site, or the sites, that `sites_of` builds from the context.
+def respond(message: Message, context: Context, sites_of: Callable[[Context], Site | Iterable[Site]]) -> Message:
+    """The answer of the site, or the sites, that `sites_of` builds from the context.
 
     Whatever fails, building a site included, is written to the site's own log, and the server is told that it failed
     and no more: Flower would send it the exception's text, which may tell the number of records.
     """
+    try:
+        sites = sites_of(context)
+        pack = Pack([sites] if isinstance(sites, Site) else sites)
+        kinds = {MessageType.QUERY: pack.hello, MessageType.TRAIN: pack.train, MessageType.EVALUATE: pack.evaluate}
+        return kinds[message.metadata.message_type](message)
+    except Exception:
+        _log.exception("the site could not answer")
+        return Message(Error(code=2, reason="the site cannot take part; its own log says why"), reply_to=message)
 
-    def guarded(answer: Callable[[Pack, Message], Message]) -> Callable[[Message, Context], Message]:
-        def handle(message: Message, context: Context) -> Message:
-            try:
-                sites = sites_of(context)
-                return answer(Pack([sites] if isinstance(sites, Site) else sites), message)
-            except Exception:
-                _log.exception("the site could not answer")
-                return Message(
-                    Error(code=2, reason="the site cannot take part; its own log says why"), reply_to=message
-                )
 
-        return handle
+def register(app: ClientApp, sites_of: Callable[[Context], Site | Iterable[Site]]) -> None:
+    """Let a Flower ClientApp answer as the sites that `sites_of` builds from the context; see `respond`."""
 
-    app.query()(guarded(Pack.hello))
-    app.train()(guarded(Pack.train))
-    app.evaluate()(guarded(Pack.evaluate))
+    def handle(message: Message, context: Context) -> Message:
+        return respond(message, context, sites_of)
+
+    for kind in (app.query, app.train, app.evaluate):
+        kind()(handle)

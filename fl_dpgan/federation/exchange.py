@@ -8,6 +8,7 @@ from flwr.app import Message
 
 from fl_dpgan.errors import WireError
 from fl_dpgan.federation import wire
+from fl_dpgan.federation.envelope import pack_parts, unpack_parts
 from fl_dpgan.privacy.accountant import Mechanism
 from fl_dpgan.privacy.plan import SitePlan
 
@@ -45,25 +46,32 @@ class Exchange:
     """Questions to the sites and their answers, one round of one mechanism at a time.
 
     Args:
-        run: the run's name at the sites.
+        run: the run's name at the sites. sites: who has joined, by name.
 
     Attributes:
-        sites: who has joined, by name. outcomes: how each site that was asked last has answered.
+        sites: as given. outcomes: how each site that was asked last has answered.
     """
 
-    def __init__(self, run: str) -> None:
-        self._run = run
-        self.sites: dict[str, SiteRecord] = {}
+    def __init__(self, run: str, sites: dict[str, SiteRecord]) -> None:
+        self._run, self.sites = run, sites
         self.outcomes: dict[str, dict[str, Any]] = {}
+        self._absent: list[str] = []
         self._asked: list[tuple[Message, list[str]]] = []  # Flower gives a message its id when it sends it
 
-    def requests(self, number: int, tensors: bytes, mechanism: Mechanism) -> Iterator[Message]:
-        """A request to each site that has not withdrawn, with its plan; one message a node, the tensors once in it."""
-        self._asked = []
+    def requests(self, number: int, tensors: bytes, mechanism: Mechanism, online: Iterable[int]) -> Iterator[Message]:
+        """A request to each site that has not withdrawn, with its plan; one message a node, the tensors once in it.
+
+        Sites whose node is not among those `online` are not asked: the round need not wait for them.
+        """
+        self._asked, self._absent, online = [], [], set(online)
         nodes: dict[int, list[str]] = {}
         for name in sorted(self.sites):
-            if not self.sites[name].withdrawn:
+            if self.sites[name].withdrawn:
+                continue
+            if self.sites[name].node in online:
                 nodes.setdefault(self.sites[name].node, []).append(name)
+            else:
+                self._absent.append(name)
         for node, names in nodes.items():
             requests = [
                 wire.Request(
@@ -72,7 +80,7 @@ class Exchange:
                 )
                 for name in names
             ]  # fmt: skip
-            content = wire.pack_parts([(request.model_dump_json(), tensors) for request in requests])
+            content = pack_parts([(request.model_dump_json(), tensors) for request in requests])
             message = Message(content, dst_node_id=node, message_type=wire.CARRIER[mechanism])
             self._asked.append((message, names))
             yield message
@@ -82,13 +90,15 @@ class Exchange:
         return [
             name
             for name, outcome in self.outcomes.items()
-            if outcome["status"] not in ("withdrawn", "refused") or outcome.get("rule") == "repeated"
+            if outcome["status"] not in ("withdrawn", "refused", "absent") or outcome.get("rule") == "repeated"
         ]
 
     def answers(self, server_round: int, replies: Iterable[Message]) -> Iterator[tuple[str, wire.Answer, bytes]]:
         """The well-formed answers to what this round asked; notes each site's outcome and its ledger's head."""
         silent = {"status": "silent", "reason": "no answer in time"}
-        self.outcomes = {name: silent for _, names in self._asked for name in names}
+        absent = {"status": "absent", "reason": "its node is not connected"}
+        self.outcomes = dict.fromkeys(self._absent, absent)
+        self.outcomes |= {name: silent for _, names in self._asked for name in names}
         asked = {message.metadata.message_id: names for message, names in self._asked}
         for reply in replies:
             names = asked.pop(reply.metadata.reply_to_message_id, None)
@@ -99,7 +109,7 @@ class Exchange:
         """A node's answers for the sites that are waited for; those without a well-formed one are left out."""
         problem = "the node did not answer for this site"
         try:
-            parts = wire.unpack_parts(reply)
+            parts = unpack_parts(reply)
         except WireError as error:
             parts, problem = [], str(error)
         for header, tensors in parts:

@@ -45,7 +45,8 @@ class GSWGAN(FedDPGAN):
         if server_round <= self.plan.matching.rounds:
             return ()
         images, labels = self._trainer.preview(batch_size=self.plan.privacy.batch_size, seed=self._seed(server_round))
-        return self._exchange.requests(server_round, wire.dump_tensors(images=images, labels=labels), "image_gradient")
+        fakes = wire.dump_tensors(images=images, labels=labels)
+        return self._exchange.requests(server_round, fakes, "image_gradient", grid.get_node_ids())
 
     def _learn(self, number: int, mean: dict[str, Tensor]) -> float:
         """One G step on the fakes that the sites have seen, along their mean gradient."""

@@ -1,43 +1,37 @@
 """Simulated sites: the scenario's data split over them, the same `Site` as anywhere, run by Flower's engine on Ray."""
 
-import hashlib
 import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Context
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
-from torch import nn
 
 from fl_dpgan.baselines.non_private import UnprotectedSite
 from fl_dpgan.config import Scenario
 from fl_dpgan.data import ImageData, load, partition, withhold
 from fl_dpgan.errors import ConfigError, DataError
-from fl_dpgan.evaluation.utility import classifier, classifier_of
+from fl_dpgan.evaluation.utility import classifier
 from fl_dpgan.federation import cluster, resources, shards
-from fl_dpgan.federation.client import register
-from fl_dpgan.federation.gs_wgan import GSWGAN, check_plan
+from fl_dpgan.federation.client import respond
+from fl_dpgan.federation.gs_wgan import check_plan
 from fl_dpgan.federation.reaper import watch
+from fl_dpgan.federation.server import OnRound, run_strategy
 from fl_dpgan.federation.site import Site
-from fl_dpgan.federation.strategy import FedDPGAN
 from fl_dpgan.networks import from_config
 from fl_dpgan.privacy.ledger import Ledger
 from fl_dpgan.privacy.policy import Policy
 from fl_dpgan.privacy.units import Units
-from fl_dpgan.report.synthetic import sample_grid
 from fl_dpgan.runs import RunFolder
 from fl_dpgan.training.models import Models
 from fl_dpgan.training.records import Records, check_units
-
-OnRound = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -176,42 +170,23 @@ def simulated_site(job: Job, index: int) -> Site:
     return Site(name, records, policy=terms, models=models, ledger=ledger, learning_rate=rate, seed=seed)
 
 
-def register_sites(app: ClientApp, job_of: Callable[[Context], Job]) -> None:
-    """Let a Flower ClientApp answer as the simulated sites of its node's partition."""
+def answer_as_simulated(message: Message, context: Context, job: Job) -> Message:
+    """Answer as the simulated sites of the node's partition."""
 
     def sites_of(context: Context) -> list[Site]:
-        job = job_of(context)
         federation, node = job.folder.scenario.federation, int(context.node_config["partition-id"])
         first = node * federation.sites_per_node
         return [simulated_site(job, i) for i in range(first, min(first + federation.sites_per_node, federation.sites))]
 
-    register(app, sites_of)
+    return respond(message, context, sites_of)
 
 
 def serve(job: Job, grid: Grid, on_round: OnRound = lambda record: None) -> None:
     """The server's part of a simulation, once `check` has passed: run the strategy in the job's folder to its end."""
     scenario, folder = job.folder.scenario, job.folder
-    model, settings = scenario.model, scenario.evaluation
-    generator, discriminator = from_config(model, scenario.seed)
-    name = f"{scenario.name}-{hashlib.sha256(scenario.model_dump_json().encode()).hexdigest()[:12]}"
-
-    def train_on_synthetic(generator: nn.Module, number: int) -> nn.Module:
-        return classifier_of(generator, settings, seed=scenario.seed + number)
-
-    def after_round(record: dict[str, Any]) -> None:
-        number, rounds = record["round"], scenario.all_rounds
-        if number and "stopped" not in record and (number in (1, rounds) or number % max(1, rounds // 8) == 0):
-            folder.save_grid(sample_grid(strategy.average_generator, scenario), number)
-        on_round(record)
-
-    kind = GSWGAN if scenario.privacy.update == "image_gradient" else FedDPGAN
-    strategy = kind(
-        scenario, generator, discriminator, folder=folder, run=name, on_round=after_round,
-        train_classifier=train_on_synthetic,
-    )  # fmt: skip
     shards.write(folder.shards, *split_data(scenario, job.data_dir))
     try:
-        strategy.start(grid)
+        run_strategy(folder, grid, on_round)
     finally:
         shards.remove(folder.shards)
 
@@ -240,7 +215,8 @@ def simulate(
     cluster.connect(job.out, job.data_dir)
 
     client_app, server_app = ClientApp(), ServerApp()
-    register_sites(client_app, lambda context: job)
+    for kind in (client_app.query, client_app.train, client_app.evaluate):
+        kind()(partial(answer_as_simulated, job=job))
 
     @server_app.main()
     def main(grid: Grid, context: Context) -> None:

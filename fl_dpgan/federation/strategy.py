@@ -4,10 +4,11 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from fl_dpgan.errors import ConfigError, FederationError, RunFolderError, WireEr
 from fl_dpgan.federation import wire
 from fl_dpgan.federation.averaging import RunningMean
 from fl_dpgan.federation.exchange import Exchange, SiteRecord
+from fl_dpgan.federation.roster import Roster
 from fl_dpgan.moments.features import FeatureMap
 from fl_dpgan.moments.objective import MomentObjective
 from fl_dpgan.privacy.plan import SitePlan
@@ -37,6 +39,7 @@ class FedDPGAN(Strategy):
         on_round: called with each round's log record.
         train_classifier: trains a classifier on images of the generator that it is given; for the evaluation counts
             that the plan may ask for. Called with that generator and the round.
+        question: what a node is asked first; real sites compare it with what they were told of the federation.
     """
 
     #: The status of a site's answer to a round.
@@ -52,25 +55,26 @@ class FedDPGAN(Strategy):
         run: str,
         on_round: Callable[[dict[str, Any]], None] | None = None,
         train_classifier: Callable[[nn.Module, int], nn.Module] | None = None,
+        question: wire.Question | None = None,
     ) -> None:
         if plan.privacy.evaluation_noise is not None and train_classifier is None:
             raise ConfigError("privacy.evaluation_noise asks for evaluation counts; give FedDPGAN a train_classifier")
         self._train_classifier = train_classifier
         self.plan, self._folder, self._run = plan, folder, run
-        self._exchange = Exchange(run)
+        self._roster = Roster(plan, question or wire.Question())
+        self._exchange = Exchange(run, self._roster.sites)
         self._on_round = on_round or (lambda record: None)
         self.discriminator = discriminator
         training = plan.training
         self._trainer = GeneratorTrainer(generator, ema_decay=training.ema_decay)
         self._matching = self._no_moments()
-        self._memory: dict[str, dict[str, Any]] = {}
         self._done, self._released = 0, False
         self._resume()
 
     @property
     def sites(self) -> dict[str, SiteRecord]:
         """The sites that have joined, by name."""
-        return self._exchange.sites
+        return self._roster.sites
 
     @property
     def average_generator(self) -> nn.Module:
@@ -114,7 +118,7 @@ class FedDPGAN(Strategy):
         for number in range(self._done + 1, self.plan.all_rounds + 1):
             began = time.monotonic()
             requests = list(self.configure_train(number, arrays, ConfigRecord(), grid))
-            replies = grid.send_and_receive(requests, timeout=self.plan.federation.round_timeout) if requests else []
+            replies = self._send(grid, requests) if requests else []
             new_arrays, metrics = self.aggregate_train(number, replies)
             if new_arrays is None or metrics is None:
                 self._stop_or_raise(number)
@@ -137,7 +141,7 @@ class FedDPGAN(Strategy):
         if server_round <= self.plan.matching.rounds:
             return ()
         tensors = wire.dump(discriminator=self.discriminator, generator=self._trainer.generator)
-        return self._exchange.requests(server_round, tensors, "discriminator_update")
+        return self._exchange.requests(server_round, tensors, "discriminator_update", grid.get_node_ids())
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -209,8 +213,8 @@ class FedDPGAN(Strategy):
         """
         assert self._matching is not None
         began = time.monotonic()
-        requests = list(self._exchange.requests(1, b"", "moment_release"))
-        replies = grid.send_and_receive(requests, timeout=self.plan.federation.round_timeout)
+        requests = self._exchange.requests(1, b"", "moment_release", grid.get_node_ids())
+        replies = self._send(grid, list(requests))
         released = self._collected(1, replies, "released")
         total, variance, count = torch.zeros(self._matching.shape, dtype=torch.float64), 0.0, 0
         for name in sorted(released):  # one site's sums at a time, always in this order
@@ -266,7 +270,8 @@ class FedDPGAN(Strategy):
         if since <= 0 or since % privacy.evaluation_every:
             return ()
         classifier = self._train_classifier(self.average_generator, server_round)
-        return self._exchange.requests(server_round, wire.dump(classifier=classifier), "evaluation_count")
+        tensors = wire.dump(classifier=classifier)
+        return self._exchange.requests(server_round, tensors, "evaluation_count", grid.get_node_ids())
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """The classifier's accuracy over all sites that counted, and the standard deviation of the noise in it."""
@@ -310,44 +315,31 @@ class FedDPGAN(Strategy):
         return {**(metrics or {}), "outcomes": counted}
 
     def _join(self, grid: Grid) -> None:
-        federation = self.plan.federation
-        deadline = time.monotonic() + federation.round_timeout
-        while len(nodes := sorted(grid.get_node_ids())) < federation.nodes and time.monotonic() < deadline:
+        """Wait for a quorum of nodes, and a little for the rest, and let them introduce their sites."""
+        federation, began = self.plan.federation, time.monotonic()
+        while (present := len(list(grid.get_node_ids()))) < federation.nodes:
+            enough = present * federation.sites_per_node >= federation.quorum
+            patience = min(federation.join_timeout, federation.round_timeout) if enough else federation.round_timeout
+            if time.monotonic() - began >= patience:
+                break
             time.sleep(0.1)
-        questions = [Message(RecordDict(), dst_node_id=n, message_type=MessageType.QUERY) for n in nodes]
-        refusals = []
-        for reply in grid.send_and_receive(questions, timeout=federation.round_timeout):
-            try:
-                parts = wire.unpack_parts(reply)
-                if len(parts) > (most := federation.sites_per_node):
-                    raise WireError(f"a node introduces {len(parts)} sites; federation.sites_per_node is {most}")
-            except WireError as error:
-                refusals.append(str(error))
-                continue
-            for header, _ in parts:
-                try:
-                    self._admit(wire.parse(header, wire.Hello), reply.metadata.src_node_id)
-                except (WireError, ConfigError) as error:
-                    refusals.append(str(error))
-        if refusals:
-            self._folder.log_round({"round": self._done, "not_joined": refusals})
+        questions = self._roster.questions(grid.get_node_ids())
+        refusals = self._note(self._roster.admit(grid.send_and_receive(questions, timeout=federation.round_timeout)))
         if len(self.sites) < federation.quorum:
             why = f" ({refusals[0]})" if refusals else ""
             raise FederationError(f"{len(self.sites)} sites joined, the quorum is {federation.quorum}{why}")
 
-    def _admit(self, hello: wire.Hello, node: int) -> None:
-        if hello.site in self.sites:
-            raise ConfigError(f"another node calls itself {hello.site} too; give each site a name of its own")
-        if hello.unit != self.plan.privacy.unit:
-            raise ConfigError(f"site {hello.site} protects {hello.unit}s, the run {self.plan.privacy.unit}s")
-        # a resumed run goes on with the plan that the site has accepted
-        memory = self._memory.get(hello.site)
-        kept = (
-            {**memory, "plan": SitePlan.model_validate(memory["plan"])}
-            if memory
-            else {"plan": self.plan.site_plan(hello.declared_size, hello.order)}
-        )
-        self.sites[hello.site] = SiteRecord(node, **kept)
+    def _send(self, grid: Grid, requests: list[Message]) -> list[Message]:
+        """Send a round's requests, and with them the first question to nodes that have come since; give the replies."""
+        questions = self._roster.questions(grid.get_node_ids())
+        replies = list(grid.send_and_receive([*requests, *questions], timeout=self.plan.federation.round_timeout))
+        self._note(self._roster.admit(replies))
+        return replies
+
+    def _note(self, refusals: list[str]) -> list[str]:
+        if refusals:
+            self._folder.log_round({"round": self._done, "not_joined": refusals})
+        return refusals
 
     def _average(self, server_round: int, replies: Iterable[Message]) -> RunningMean:
         trained = self._collected(server_round, replies, self._answered)
@@ -421,7 +413,7 @@ class FedDPGAN(Strategy):
     ) -> dict[str, Any]:
         spent = [site.epsilon for site in self.sites.values()]
         record = {
-            "round": number, "seconds": round(seconds, 3), "g_loss": metrics["g_loss"],
+            "round": number, "time": _now(), "seconds": round(seconds, 3), "g_loss": metrics["g_loss"],
             "epsilon_min": min(spent), "epsilon_max": max(spent), "sites": self._site_records(),
         }  # fmt: skip
         return record | ({"evaluation": counted} if counted else {})
@@ -432,7 +424,7 @@ class FedDPGAN(Strategy):
         }
         tensors |= {f"optimizer.{name}": t for name, t in optimizer_tensors(self._trainer.optimizer).items()}
         # a site that is absent from this start of the run is remembered all the same
-        sites = self._memory | {name: site.memory for name, site in self.sites.items()}
+        sites = self._roster.memory | {name: site.memory for name, site in self.sites.items()}
         self._folder.save_checkpoint(
             tensors, {"run": self._run, "round": number, "released": self._released, "sites": sites}
         )
@@ -455,8 +447,12 @@ class FedDPGAN(Strategy):
             self._trainer.optimizer, {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
         )
         self._done, self._released = int(meta["round"]), bool(meta["released"])
-        self._memory = dict(meta["sites"])
+        self._roster.memory = dict(meta["sites"])
         self._folder.cut_log(self._done)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _plain(record: dict[str, Any]) -> dict[str, Any]:

@@ -4,21 +4,19 @@ A site sends the fields of `LEAVES` and nothing else; each says why it may leave
 """
 
 import hashlib
-from collections.abc import Sequence
 from typing import Annotated, Literal, TypeVar
 
 import torch
-from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import Message, MessageType, RecordDict
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from fl_dpgan.errors import WireError
+from fl_dpgan.federation.envelope import pack_parts, unpack_parts
 from fl_dpgan.privacy.accountant import Mechanism
 from fl_dpgan.privacy.entries import NAME, Unit
 from fl_dpgan.privacy.plan import Order, SitePlan
-
-_RECORD = "fl_dpgan"
 
 #: What each mechanism's request travels in: Flower's type of message.
 CARRIER: dict[Mechanism, str] = {
@@ -52,6 +50,16 @@ LEAVES = {
 
 class _Header(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Question(_Header):
+    """The server's first question to a node: who is there? Real sites compare it with their `federation.toml`.
+
+    `classes` and `fingerprint` are the `Federation`'s; a simulation has none.
+    """
+
+    classes: tuple[str, ...] = Field((), max_length=100_000)
+    fingerprint: str = Field("", pattern=r"^([0-9a-f]{64})?$")
 
 
 class Hello(_Header):
@@ -110,36 +118,6 @@ H = TypeVar("H", bound=_Header)
 def pack(header: BaseModel, tensors: bytes = b"") -> RecordDict:
     """A message's content from one header and its serialised tensors."""
     return pack_parts([(header.model_dump_json(), tensors)])
-
-
-def pack_parts(parts: Sequence[tuple[str, bytes]]) -> RecordDict:
-    """A message's content from several headers' JSON texts, each with its tensors; tensors of all alike travel once."""
-    headers, tensors = [header for header, _ in parts], [body for _, body in parts]
-    if all(body is tensors[0] for body in tensors):
-        tensors = tensors[:1]
-    return RecordDict({_RECORD: ConfigRecord({"headers": headers, "tensors": tensors})})
-
-
-def unpack_parts(message: Message) -> list[tuple[str, bytes]]:
-    """Each header's JSON text and the tensors that go with it.
-
-    Raises:
-        WireError: the message has another form.
-    """
-    if message.has_error():
-        raise WireError(f"no answer: {message.error.reason or 'the node is unreachable'}")
-    record = message.content.config_records.get(_RECORD)
-    headers, tensors = (record.get("headers"), record.get("tensors")) if record else (None, None)
-    if (
-        not isinstance(headers, list)
-        or not isinstance(tensors, list)
-        or not all(isinstance(header, str) for header in headers)
-        or not all(isinstance(body, bytes) for body in tensors)
-        or not headers
-        or len(tensors) not in (1, len(headers))
-    ):
-        raise WireError(f"a message without the record {_RECORD!r} of headers, with tensors for each or for all")
-    return list(zip(headers, tensors * len(headers) if len(tensors) == 1 else tensors, strict=True))  # type: ignore[arg-type]
 
 
 def parse(header: str, kind: type[H]) -> H:

@@ -1,0 +1,107 @@
+"""Who takes part: nodes introduce their sites at the start and whenever a new one comes; a site keeps its place."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from flwr.app import Message, MessageType
+
+from fl_dpgan.config import Plan
+from fl_dpgan.errors import ConfigError, WireError
+from fl_dpgan.federation import wire
+from fl_dpgan.federation.envelope import unpack_parts
+from fl_dpgan.federation.exchange import SiteRecord
+from fl_dpgan.privacy.plan import SitePlan
+
+
+class Roster:
+    """The sites of a run and the nodes that they are at.
+
+    Args:
+        plan: the run's constants. question: what each node is asked first.
+
+    Attributes:
+        sites: who has joined, by name. memory: what a checkpoint keeps of each site of an earlier start of the run.
+    """
+
+    def __init__(self, plan: Plan, question: wire.Question) -> None:
+        self._plan, self._question = plan, question
+        self.sites: dict[str, SiteRecord] = {}
+        self.memory: dict[str, dict[str, Any]] = {}
+        self._asked: list[Message] = []  # Flower gives a message its id when it sends it
+        self._online: set[int] = set()
+        self._refused: dict[int, str] = {}
+
+    def questions(self, nodes: Iterable[int]) -> list[Message]:
+        """The first question to each node that is there and has no site in the run."""
+        self._online = set(nodes)
+        known = {site.node for site in self.sites.values()}
+        self._asked = [
+            Message(wire.pack(self._question), dst_node_id=node, message_type=MessageType.QUERY)
+            for node in sorted(self._online - known)
+        ]
+        return self._asked
+
+    def admit(self, replies: Iterable[Message]) -> list[str]:
+        """Admit the sites that the nodes introduce in answer to `questions`.
+
+        Returns:
+            Why sites, or nodes, have not joined; what a node has said before is left out.
+        """
+        asked = {message.metadata.message_id: message.metadata.dst_node_id for message in self._asked}
+        told = []
+        for reply in replies:
+            node = asked.get(reply.metadata.reply_to_message_id)
+            if node is None:
+                continue
+            refusals = self._introduced(reply, node)
+            if refusals and self._refused.get(node) != str(refusals):
+                told += refusals
+            self._refused[node] = str(refusals)
+        return told
+
+    def _introduced(self, reply: Message, node: int) -> list[str]:
+        try:
+            parts = unpack_parts(reply)
+            if len(parts) > (most := self._plan.federation.sites_per_node):
+                raise WireError(f"a node introduces {len(parts)} sites; federation.sites_per_node is {most}")
+        except WireError as error:
+            return [str(error)]
+        refusals = []
+        for header, _ in parts:
+            try:
+                self._admit(_hello(header), node)
+            except (WireError, ConfigError) as error:
+                refusals.append(str(error))
+        return refusals
+
+    def _admit(self, hello: wire.Hello, node: int) -> None:
+        present = self.sites.get(hello.site)
+        if present and (present.node in self._online or present.node == node):
+            raise ConfigError(f"another node calls itself {hello.site} too; give each site a name of its own")
+        if hello.unit != self._plan.privacy.unit:
+            raise ConfigError(f"site {hello.site} protects {hello.unit}s, the run {self._plan.privacy.unit}s")
+        if present:  # back at another node: its plan and what it may have spent stay as they are
+            present.node = node
+            return
+        # a resumed run goes on with the plan that the site has accepted
+        memory = self.memory.get(hello.site)
+        kept = (
+            {**memory, "plan": SitePlan.model_validate(memory["plan"])}
+            if memory
+            else {"plan": self._plan.site_plan(hello.declared_size, hello.order)}
+        )
+        self.sites[hello.site] = SiteRecord(node, **kept)
+
+
+def _hello(header: str) -> wire.Hello:
+    """A site's introduction, or its refusal as an error."""
+    try:
+        return wire.parse(header, wire.Hello)
+    except WireError:
+        try:
+            refusal = wire.parse(header, wire.Answer)
+        except WireError:
+            pass
+        else:
+            raise WireError(f"site {refusal.site} did not join: {refusal.reason}") from None
+        raise
