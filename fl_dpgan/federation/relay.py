@@ -7,6 +7,7 @@ that takes long to load.
 import logging
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from flwr.app import Error, Message
@@ -61,7 +62,8 @@ def ask(guard: Path, kind: str, header: str, tensors: bytes) -> tuple[str, bytes
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(SILENCE)
             connection.connect(str(guard))
-            frames.send(connection, {"kind": kind, "header": header}, tensors)
+            with suppress(ConnectionError):  # where it has closed before all was sent, it has said why
+                frames.send(connection, {"kind": kind, "header": header}, tensors)
             while True:
                 reply, body = frames.receive(connection, largest=_LARGEST, seconds=SILENCE)
                 state = reply.get("state")
