@@ -1,4 +1,4 @@
-"""Reads the on-disk image formats (IDX, MedMNIST NPZ, class folders) and checks them before trusting them.
+"""Reads the formats of many images in one file (IDX, MedMNIST's NPZ) and checks them before trusting them.
 
 No reader allocates what a header claims before that many bytes have arrived, and none unpickles.
 """
@@ -10,7 +10,8 @@ import lzma
 import math
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +24,6 @@ from fl_dpgan.errors import DataError
 
 _CHUNK = 1 << 20
 _MAX_CLASSES = 1000
-_IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg"}
 # What the standard library raises for a damaged compressed stream.
 _BROKEN_STREAM = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _GET_AGAIN = "fetch or copy the file again"
@@ -104,17 +104,37 @@ def read_npz(path: Path, split: str, classes: tuple[str, ...] | None) -> RawImag
     With `classes` None, the classes are "0".."K-1" with K from the labels of both splits, so that they agree.
     Raises DataError for a file that is damaged, incomplete, holds objects, or has values outside these ranges.
     """
+    return _read_npz(path, f"{split}_", ("train_labels", "test_labels"), classes)
+
+
+def read_site_npz(path: Path) -> RawImages:
+    """Read `images` and `labels`, or where there are none `train_images` and `train_labels`, of a site's NPZ file.
+
+    Shapes and errors are those of `read_npz`; the classes are "0".."K-1" with K from the labels.
+    """
+    with _opened(path) as archive:
+        prefix = "" if "images.npy" in archive.namelist() or "train_images.npy" not in archive.namelist() else "train_"
+    return _read_npz(path, prefix, (f"{prefix}labels",), None)
+
+
+def _read_npz(path: Path, prefix: str, all_labels: Sequence[str], classes: tuple[str, ...] | None) -> RawImages:
+    with _opened(path) as archive:
+        images = _as_pixels(_read_member(archive, f"{prefix}images", path), path, f"{prefix}images")
+        labels = _read_member(archive, f"{prefix}labels", path)
+        if classes is None:
+            every = [_read_member(archive, name, path) for name in all_labels]
+            top = max(0, *(int(one.max()) if one.size and one.dtype.kind in "ui" else 0 for one in every))
+            classes = tuple(str(i) for i in range(min(top + 1, _MAX_CLASSES)))
+    return RawImages(images, _check_labels(labels, len(images), len(classes), f"{path}[{prefix}labels]"), classes)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(path) as archive:
-            images = _as_pixels(_read_member(archive, f"{split}_images", path), path, f"{split}_images")
-            labels = _read_member(archive, f"{split}_labels", path)
-            if classes is None:
-                both = [_read_member(archive, f"{name}_labels", path) for name in ("train", "test")]
-                top = max(0, *(int(one.max()) if one.size and one.dtype.kind in "ui" else 0 for one in both))
-                classes = tuple(str(i) for i in range(min(top + 1, _MAX_CLASSES)))
+            yield archive
     except (*_BROKEN_STREAM, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
         raise bad(path, f"is not a readable NPZ (zip) file ({error})", _GET_AGAIN) from error
-    return RawImages(images, _check_labels(labels, len(images), len(classes), f"{path}[{split}_labels]"), classes)
 
 
 def _read_member(archive: zipfile.ZipFile, key: str, path: Path) -> NDArray[Any]:
@@ -169,53 +189,3 @@ def _check_labels(labels: NDArray[Any], count: int, num_classes: int, where: Pat
     if wrong.any():
         raise bad(where, f"label {labels[wrong][0]} is outside 0..{num_classes - 1}", "number the classes from 0")
     return labels.astype(np.int64)
-
-
-def read_folder(root: Path, split: str) -> RawImages:
-    """List `root/split/class_name/*.png|jpg|jpeg`; the classes are the sorted folder names of `root/train`.
-
-    Images are decoded one at a time as they are iterated, so that large originals are never all in memory.
-    Raises DataError for a missing or empty folder, a class that the train folder lacks, or an unreadable image.
-    """
-    classes = _class_folders(root / "train")
-    if extra := sorted(set(_class_folders(root / split)) - set(classes)):
-        raise bad(root / split / extra[0], "is a class that the train folder lacks", "add it there or remove it")
-    files: list[Path] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
-        folder = root / split / name
-        if not folder.is_dir():
-            raise bad(folder, "the class folder is missing", "create it with at least one PNG or JPEG image")
-        found = sorted(path for path in folder.iterdir() if path.suffix.lower() in _IMAGE_SUFFIXES)
-        if not found:
-            raise bad(folder, "the class folder holds no PNG or JPEG image", "add images or remove the class")
-        files += found
-        labels += [label] * len(found)
-    return RawImages(decode_all(files), np.array(labels, np.int64), classes)
-
-
-def _class_folders(folder: Path) -> tuple[str, ...]:
-    """Return the sorted names of the class folders in `folder`."""
-    if not folder.is_dir():
-        raise bad(folder, "the folder is missing", "lay the images out as train/CLASS/*.png and test/CLASS/*.png")
-    names = tuple(sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")))
-    if not names:
-        raise bad(folder, "holds no class folder", "lay the images out as train/CLASS/*.png and test/CLASS/*.png")
-    return names
-
-
-def decode_all(files: list[Path]) -> Iterator[NDArray[np.uint8]]:
-    """Decode each file to uint8 (H, W) or (H, W, 3), one at a time; DataError for one that is unreadable or deep."""
-    from PIL import Image
-
-    for path in files:
-        try:
-            with Image.open(path) as image:
-                mode = image.mode
-                # Pillow clips deeper pixels to 255 when it converts them, which would wipe a 16-bit radiograph out.
-                if not mode.startswith(("I", "F")):
-                    yield np.asarray(image.convert("L" if mode in {"1", "L", "LA"} else "RGB"), np.uint8)
-                    continue
-        except (OSError, ValueError, SyntaxError, zlib.error, Image.DecompressionBombError) as error:
-            raise bad(path, f"is not a readable image ({error})", "replace or remove the file") from error
-        raise bad(path, f"has pixels deeper than 8 bits (mode {mode})", "convert it to 8 bits with a fixed window")

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_dpgan.data.formats import RawImages, bad, read_folder, read_idx_pair, read_npz
+from fl_dpgan.data.folders import read_folder
+from fl_dpgan.data.formats import RawImages, bad, read_idx_pair, read_npz
 from fl_dpgan.data.manifest import read_manifest
+from fl_dpgan.data.pixels import fit
 from fl_dpgan.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -132,22 +134,8 @@ def load(
         raise bad(str(data_dir), f"cannot be read ({error})", "check its permissions and its disk") from error
     images = np.empty((len(raw.labels), channels, size, size), np.uint8)
     for row, image in enumerate(raw.images):
-        images[row] = _fit(image, size, channels)
+        images[row] = fit(image, size, channels)
     return ImageData(images, raw.labels, raw.classes, raw.patients)
-
-
-def _fit(image: NDArray[np.uint8], size: int, channels: int) -> NDArray[np.uint8]:
-    """Bring one (H, W) or (H, W, 3) image to (channels, size, size): grey rule first, then resize, then replicate."""
-    if image.ndim == 3 and channels == 1:
-        # ITU-R BT.601 luma in integers, rounded to nearest: the same on every machine, and grey stays exactly grey.
-        image = ((image.astype(np.uint32) @ np.array([299, 587, 114], np.uint32) + 500) // 1000).astype(np.uint8)
-    if image.shape[:2] != (size, size):
-        from PIL import Image
-
-        # Pillow's bilinear filter widens with the reduction factor, so shrinking is antialiased.
-        image = np.asarray(Image.fromarray(image).resize((size, size), Image.Resampling.BILINEAR))
-    planes = image[np.newaxis] if image.ndim == 2 else image.transpose(2, 0, 1)
-    return np.broadcast_to(planes, (channels, size, size))
 
 
 def _read_digits(split: Split) -> RawImages:

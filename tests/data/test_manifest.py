@@ -50,6 +50,23 @@ def test_a_byte_order_mark_makes_no_difference(tmp_path, start):
     assert loaded(tmp_path).classes == ("ü",)
 
 
+@pytest.mark.parametrize("mark", [",", ";", "\t"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_the_first_line_says_what_parts_the_cells(tmp_path, mark, end):
+    images(tmp_path, "a.png", "b,;.png")
+    rows = [["path", "label", "patient"], ["a.png", "x,y;z", "007"], ["b,;.png", "w", "1,5"]]
+    cells = [mark.join(f'"{cell}"' if number else cell for cell in row) for number, row in enumerate(rows)]
+    manifest(tmp_path, "\ufeff" + end.join(cells) + end)
+    data = loaded(tmp_path)
+    assert (data.classes, data.patients) == (("w", "x,y;z"), ("007", "1,5"))
+
+
+def test_an_absolute_path_may_lead_anywhere(tmp_path):
+    images(tmp_path, "a.png", "lists/b.png")
+    manifest(tmp_path / "lists", f"path,label\n{tmp_path / 'a.png'},x\nb.png,y\n")
+    assert loaded(tmp_path / "lists").images[:, 0, 0, 0].tolist() == [0, 10]
+
+
 def test_the_split_column_separates_training_and_test_rows(tmp_path):
     images(tmp_path, "a.png", "b.png", "c.png")
     manifest(tmp_path, "path,label,split\na.png,x,train\nb.png,y,train\nc.png,y,test\n")
@@ -80,7 +97,16 @@ def test_a_subset_keeps_each_records_patient(tmp_path):
         ("path\na.png\n", "columns path;"),
         ("path,label,label\na.png,x,y\n", "columns path, label, label"),
         ("path, label\na.png,x\n", "columns path,"),
-        ("path;label\na.png;x\n", "columns path;label"),
+        ("path:label\na.png:x\n", "names no columns"),
+        ("a.png,x,patient-1\n", "names no columns"),
+        ("path,label,frame\na.png,x,0\n", "line 2 has a frame that is not a number from 1"),
+        ("path,label,frame\na.png,x,1.0\n", "line 2 has a frame that is not a number from 1"),
+        ("path,label,frame\na.png,x,\u0661\n", "line 2 has a frame that is not a number from 1"),
+        ("path,label,frame\na.png,x,2\n", "a.png: has no frame 2"),
+        ("path,label,frame\na.png,x,1\na.png,x,1\n", "a.png more than once"),
+        ("path,label,frame\na.png,x,1\na.png,x,\n", "a.png more than once"),
+        ("path,label\n../a.png,x\n", "line 2 has a path that leaves the manifest's folder"),
+        ("path,label\nsub/../../a.png,x\n", "line 2 has a path that leaves the manifest's folder"),
         ("path,label\n,x\n", "line 2 has no path"),
         ("path,label\na.png,x\nb.png,  \n", "line 3 has no label"),
         ("path,label\n\n\na.png,\n", "line 4 has no label"),
@@ -141,8 +167,8 @@ def test_images_are_decoded_one_at_a_time(tmp_path):
 
 def test_no_error_quotes_a_patient_id(tmp_path):
     images(tmp_path, "a.png")
-    for row in ("a.png,,secret-1", "a.png,x,secret-1,more", "none.png,x,secret-1"):
-        manifest(tmp_path, f"path,label,patient\n{row}\n")
+    for row in ("a.png,,secret-1", "a.png,x,secret-1,more", "none.png,x,secret-1", None):
+        manifest(tmp_path, f"path,label,patient\n{row}\n" if row else "a.png,x,secret-1\nb.png,x,secret-2\n")
         with pytest.raises(DataError) as caught:
             loaded(tmp_path)
         assert "secret" not in str(caught.value)

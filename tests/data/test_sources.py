@@ -337,15 +337,17 @@ def remove(path: Path) -> None:
             lambda root: (root / "train/benign/0.png").write_bytes((root / "train/benign/1.png").read_bytes()[:50]),
             r"0\.png: is not a readable image",
         ),
-        (
-            lambda root: Image.fromarray(np.full((4, 4), 4000, np.uint16)).save(root / "train/benign/0.png"),
-            r"0\.png: has pixels deeper than 8 bits",
-        ),
     ],
 )
 def test_bad_folder(tmp_path: Path, damage: Callable[[Path], object], says: str) -> None:
     damage(write_folder(tmp_path))
     check_error("folder", tmp_path, says)
+
+
+def test_a_16_bit_image_is_scaled_by_its_type(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    Image.fromarray(np.full((4, 4), 4000, np.uint16)).save(tmp_path / "train/benign/0.png")
+    assert (train("folder", tmp_path).images[0] == round(4000 * 255 / 65535)).all()
 
 
 def test_folder_classes_differ_between_splits(tmp_path: Path) -> None:
