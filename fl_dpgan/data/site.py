@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["SiteImages", "missing_classes", "read_site"]
 
 _VERSION = 1  # of the rules that make pixels of files; with another one a cache is read anew
+_THREADS = 8  # a large radiograph takes a few hundred megabytes while it is decoded
 _TEST_ROWS = "rows of split test, left out"
 _IDX_CLASSES = tuple(map(str, range(256)))
 
@@ -132,7 +133,7 @@ def _prepared(
         image, notes = picture()
         return fit(image, size, channels), (*notes, *fitting(image, size, channels))
 
-    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    pool = ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _THREADS))
     try:
         for done, (image, notes) in enumerate(pool.map(prepare, pictures), 1):
             conversions.update(notes)
@@ -147,7 +148,7 @@ def _fingerprint(data: SiteData, source: _Source, settings: list[object]) -> str
     root = data.path if data.path.is_dir() else data.path.parent
     missing = [path for path in source.files if not path.is_file()]
     if missing:
-        others = f", nor are {len(missing) - 1} others" if len(missing) > 1 else ""
+        others = f", nor are {len(missing) - 1} more" if len(missing) > 1 else ""
         raise bad(missing[0], f"is not a file{others}", "mend the paths, or leave them out")
     stamps = [(os.path.relpath(path, root), (state := path.stat()).st_size, state.st_mtime_ns) for path in source.files]
     content = json.dumps([_VERSION, data.source, str(root), settings, source.listing, stamps])

@@ -108,7 +108,7 @@ def test_all_missing_files_of_a_manifest_are_counted_before_any_is_read(tmp_path
     (tmp_path / "d/list.csv").write_text("path,label\na.png,normal\nb.png,normal\nc.png,normal\n")
     seen = []
     said = refusal(tmp_path / "d/list.csv", "manifest", on_progress=lambda *at: seen.append(at))
-    assert "b.png: is not a file, nor are 1 others" in said and not seen
+    assert "b.png: is not a file, nor are 1 more" in said and not seen
 
 
 @pytest.mark.parametrize("prefix", ["", "train_"])
