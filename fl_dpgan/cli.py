@@ -1,7 +1,6 @@
 """The command line: `fl-dpgan simulate`, `generate`, `evaluate` and `report`, and the groups in `commands`."""
 
 import json
-import math
 import os
 import signal
 import sys
@@ -12,13 +11,15 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from fl_dpgan.commands import budget, site
+from fl_dpgan.commands import budget, server, site
 from fl_dpgan.commands.evaluate import DataDir, RunPath, evaluate
+from fl_dpgan.commands.watch import watch
 from fl_dpgan.errors import ConfigError, FlDpganError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(budget.app, name="budget")
 app.add_typer(site.app, name="site")
+app.add_typer(server.app, name="server")
 console = Console()
 
 
@@ -103,6 +104,7 @@ def generate(
 
 
 app.command()(evaluate)
+app.command()(watch)
 
 
 @app.command()
@@ -124,32 +126,11 @@ def report(run: RunPath) -> None:
 
 def _run(folder: Any, job: Any) -> None:
     """Run the federation with a progress line; an interrupt ends every process at once and loses nothing."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+    from fl_dpgan.commands.rounds import RoundProgress
     from fl_dpgan.federation.simulation import simulate as run_simulation
     from fl_dpgan.report.synthetic import NO_GUARANTEE
 
-    columns = (
-        TextColumn("round"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("epsilon 0", total=folder.scenario.all_rounds)
-
-        def on_round(record: dict[str, Any]) -> None:
-            if "stopped" in record:
-                progress.console.print(f"stopped before round {record['round']}: {record['stopped']}", markup=False)
-                return
-            for name, site in record["sites"].items():
-                if site["status"] not in ("trained", "released", "not asked"):
-                    reason = site.get("reason", "")
-                    progress.console.print(f"round {record['round']}: {name} {site['status']}: {reason}", markup=False)
-            known = math.isfinite(record["epsilon_max"])
-            spent = f"epsilon {record['epsilon_min']:.3f} to {record['epsilon_max']:.3f}"
-            progress.update(task, completed=record["round"], description=spent if known else NO_GUARANTEE)
+    with RoundProgress(console, folder.scenario.all_rounds, without_guarantee=NO_GUARANTEE) as progress:
 
         def interrupted(signum: int, frame: object) -> None:
             import ray
@@ -161,7 +142,7 @@ def _run(folder: Any, job: Any) -> None:
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, interrupted)
-        run_simulation(job, on_round, lambda chosen: progress.console.print(str(chosen), highlight=False))
+        run_simulation(job, progress.take, lambda chosen: progress.console.print(str(chosen), highlight=False))
 
 
 def _finish(folder: Any) -> None:

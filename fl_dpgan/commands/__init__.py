@@ -1,1 +1,1 @@
-"""The command line's groups: `budget` and `site`."""
+"""The command line's larger parts: the groups `budget`, `site` and `server`, and `evaluate` and `watch`."""

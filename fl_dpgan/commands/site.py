@@ -64,3 +64,51 @@ def ledger(
             f"unit {account.unit}; keep copies of it, and its newest hash elsewhere: {made.head()}",
             soft_wrap=True,
         )
+
+
+@app.command()
+def key(
+    path: Annotated[Path, typer.Argument(help="The private key's file; the public part goes to PATH.pub.")] = Path(
+        "node.key"
+    ),
+) -> None:
+    """Make the key pair by which the server knows this site; an existing one is left alone."""
+    from fl_dpgan.deploy.keys import make_node_key
+
+    public = make_node_key(path)
+    console.print(
+        f"{path} made: it stays here. Send {path}.pub, which holds this line, to the coordinator:", soft_wrap=True
+    )
+    print(public)
+
+
+@app.command()
+def node(
+    config: Annotated[Path, typer.Option("--config", "-c", help="The site file.")] = Path("site.toml"),
+    key: Annotated[Path, typer.Option("--key", help="The private key that `site key` made.")] = Path("node.key"),
+    ca: Annotated[Path, typer.Option("--ca", help="The coordinator's ca.crt.")] = Path("ca.crt"),
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="A free port, on this machine alone.")] = 9094,
+    home: Annotated[
+        Path, typer.Option("--home", help="A folder for Flower's own files, which this user may write.")
+    ] = Path("flower"),
+) -> None:
+    """Become Flower's SuperNode, which connects this site's guard with the server of its federation.toml."""
+    from fl_dpgan.config import load_federation
+    from fl_dpgan.deploy.flower import replace_process, supernode_command
+    from fl_dpgan.site_file import load_site
+
+    site = load_site(config)
+    for file, remedy in ((key, "make one with `fl-dpgan site key`"), (ca, "ask the coordinator for it")):
+        try:
+            file.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read: {error.strerror}; {remedy}") from error
+    try:
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError(f"{home} cannot be made: {error.strerror}; give a folder as --home") from error
+    address = load_federation(site.federation).address
+    replace_process(
+        supernode_command(address, guard=site.guard.socket, key=key.absolute(), ca=ca.absolute(), port=port),
+        home.absolute(),
+    )
