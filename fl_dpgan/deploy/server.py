@@ -99,12 +99,15 @@ class ServerFolder:
         """Let the site that holds this key join; gives its number at Flower.
 
         Raises:
-            ConfigError: there is a site of this name, or the file is no public key.
+            ConfigError: there is a site of this name or with this key, or the file is no public key.
             FederationError: the SuperLink does not answer, or knows the key already.
         """
         sites, key = self.sites, read_public_key(public_key)
         if name in sites:
             raise ConfigError(f"a site {name} is registered already; `server unregister` it first if its key is new")
+        for other, site in sites.items():
+            if site["public_key"] == key:
+                raise ConfigError(f"{public_key} is the key of site {other}; each site makes a key of its own")
         answer = flwr(self.home, "supernode", "register", str(public_key.absolute()), CONNECTION, "--name", name)
         node = str(answer["node-id"])
         self._write_sites({**sites, name: {"node": node, "public_key": key}})
