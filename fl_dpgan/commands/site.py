@@ -89,8 +89,9 @@ def node(
     ca: Annotated[Path, typer.Option("--ca", help="The coordinator's ca.crt.")] = Path("ca.crt"),
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="A free port, on this machine alone.")] = 9094,
     home: Annotated[
-        Path, typer.Option("--home", help="A folder for Flower's own files, which this user may write.")
-    ] = Path("flower"),
+        Path | None,
+        typer.Option("--home", envvar="FLWR_HOME", help="Flower's own files; `flower` beside the key when left out."),
+    ] = None,
 ) -> None:
     """Become Flower's SuperNode, which connects this site's guard with the server of its federation.toml."""
     from fl_dpgan.config import load_federation
@@ -103,6 +104,7 @@ def node(
             file.read_bytes()
         except OSError as error:
             raise ConfigError(f"{file} cannot be read: {error.strerror}; {remedy}") from error
+    home = (home or key.parent / "flower").absolute()
     try:
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -110,5 +112,5 @@ def node(
     address = load_federation(site.federation).address
     replace_process(
         supernode_command(address, guard=site.guard.socket, key=key.absolute(), ca=ca.absolute(), port=port),
-        home.absolute(),
+        home,
     )
