@@ -13,12 +13,14 @@ from rich.console import Console
 
 from fl_dpgan.commands import budget, server, site
 from fl_dpgan.commands.evaluate import DataDir, RunPath, evaluate
+from fl_dpgan.commands.serve import serve
 from fl_dpgan.commands.watch import watch
 from fl_dpgan.errors import ConfigError, FlDpganError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(budget.app, name="budget")
 app.add_typer(site.app, name="site")
+site.app.command()(serve)
 app.add_typer(server.app, name="server")
 console = Console()
 

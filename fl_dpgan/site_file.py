@@ -23,7 +23,7 @@ class SiteData(_Table):
     source: Source = Field(
         "folder",
         description='"folder": PATH/LABEL/*.png, .jpg or .dcm. "manifest": PATH is a CSV file with the columns path, '
-        'label and, if wanted, patient and frame. "npz": PATH is an NPZ file with the arrays images and labels. '
+        'label and, if wanted, patient, frame and split; rows of split "test" are left out. "npz": PATH is an NPZ file with the arrays images and labels. '
         '"idx": PATH is a folder with one file of images and one of labels.',
     )
     path: Path = Field(Path("images"), description="The folder or file; a relative path starts at this file.")
@@ -89,16 +89,16 @@ def load_site(path: Path) -> SiteFile:
     )
 
 
-def template(name: str, declared_size: int, *, source: Source = "folder", path: Path = Path("images")) -> str:
+def template(name: str, declared_size: int, *, source: str = "folder", path: Path = Path("images")) -> str:
     """A commented site file with every key, at its default but for what is given.
 
     Raises:
-        ConfigError: the name or the size is out of its range.
+        ConfigError: the name, the size or the source is out of its range.
     """
     try:
         policy = Policy(declared_size=declared_size, delta=min(1e-5, 1 / (10 * max(declared_size, 1))))
         policy = policy.model_copy(update={"order": policy.ledger_order})
-        site = SiteFile(name=name, policy=policy, data=SiteData(source=source, path=path))
+        site = SiteFile(name=name, policy=policy, data=SiteData.model_validate({"source": source, "path": path}))
     except ValidationError as error:
         raise ConfigError(one_line(error)) from error
     head = "# What this site accepts and what it may ever spend. No message from a server can change it.\n"

@@ -24,11 +24,15 @@ def init(
         int, typer.Option("--declared-size", help="How many images or patients; public: round down.")
     ],
     path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("site.toml"),
+    source: Annotated[
+        str, typer.Option("--source", help="folder, manifest, npz or idx; the file explains.")
+    ] = "folder",
+    data: Annotated[Path, typer.Option("--data", help="Where the images are: a folder or file.")] = Path("images"),
 ) -> None:
     """Write a commented site file; an existing one is left alone."""
     from fl_dpgan.site_file import template
 
-    text = template(name, declared_size)
+    text = template(name, declared_size, source=source, path=data)
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

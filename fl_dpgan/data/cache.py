@@ -160,7 +160,7 @@ def _load(place: Path) -> SiteImages | None:
         with path.open("rb") as file:
             if file.read(len(head)) != head or path.stat().st_size != len(head) + int(np.prod(shape)):
                 return None
-        images = np.memmap(path, np.uint8, "r", len(head), shape)
+        images = np.memmap(path, np.uint8, "c", len(head), shape)
         labels, patients = np.array(about["labels"], np.int64), about["patients"]
         whole = zlib.crc32(images.data) == about["check"] and labels.shape == shape[:1]
         if not whole or (patients is not None and len(patients) != len(labels)):
