@@ -322,7 +322,7 @@ class FedDPGAN(Strategy):
             patience = min(federation.join_timeout, federation.round_timeout) if enough else federation.round_timeout
             if time.monotonic() - began >= patience:
                 break
-            time.sleep(0.1)
+            time.sleep(0.5)
         questions = self._roster.questions(grid.get_node_ids())
         refusals = self._note(self._roster.admit(grid.send_and_receive(questions, timeout=federation.round_timeout)))
         if len(self.sites) < federation.quorum:
