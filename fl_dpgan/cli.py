@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from fl_dpgan.commands import budget, server, site
+from fl_dpgan.commands.check import check_server, check_site
 from fl_dpgan.commands.evaluate import DataDir, RunPath, evaluate
 from fl_dpgan.commands.serve import serve
 from fl_dpgan.commands.watch import watch
@@ -21,7 +22,9 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 app.add_typer(budget.app, name="budget")
 app.add_typer(site.app, name="site")
 site.app.command()(serve)
+site.app.command("check")(check_site)
 app.add_typer(server.app, name="server")
+server.app.command("check")(check_server)
 console = Console()
 
 
