@@ -37,6 +37,15 @@ def ledger(
     show("ledger", measure(before, events, rounds), render, started, file)
 
 
+@app.command()
+def guard(rounds: Rounds = 9, file: JsonFile = None) -> None:
+    """What a site's guard costs beside training, and Flower's process for each message."""
+    from simulations.benchmarks.guard import measure, render
+
+    started = environment()
+    show("guard", measure(rounds), render, started, file)
+
+
 @speed.command()
 def step(
     rounds: Rounds = 9,

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from deployed import FL_DPGAN, DeployedSite, Process, free_port, run, wait
 from PIL import Image
 from pydicom.dataset import FileDataset, FileMetaDataset
 from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage, generate_uid
@@ -26,6 +25,7 @@ from fl_dpgan.privacy.verify import verify
 from fl_dpgan.report.budgets import budget_rows
 from fl_dpgan.report.synthetic import run_generator
 from fl_dpgan.runs import RunFolder
+from simulations.benchmarks.processes import FL_DPGAN, DeployedSite, Process, free_port, run, wait
 
 pytestmark = pytest.mark.slow
 
@@ -230,6 +230,7 @@ def test_a_federation_of_real_processes_survives_what_befalls_it(deployment, tmp
     shown = run("watch", deployment.out, "--once")
     assert all(name in shown for name in deployment.sites)
 
+    print(f"ClientApp, start to hand-over: {', '.join(f'{age:.2f}' for tap in taps.values() for age in tap.ages)} s")
     for name, tap in taps.items():
         assert len(tap.said) > 10_000, name
         leaves_nothing(bytes(tap.said), name)

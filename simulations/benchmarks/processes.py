@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
+import psutil
+
 from fl_dpgan.privacy.ledger import LedgerReader
 from fl_dpgan.site_file import load_site
 
@@ -18,18 +21,21 @@ FL_DPGAN = str(Path(sys.executable).with_name("fl-dpgan"))
 
 
 def free_port() -> int:
+    """A TCP port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def run(*arguments: object, cwd: Path | None = None, rc: int = 0) -> str:
+    """What an `fl-dpgan` command prints; it has to end with this exit code."""
     done = subprocess.run([FL_DPGAN, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == rc, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def wait(until: Callable[[], object], seconds: float, what: str) -> None:
+    """Wait until it is true; an AssertionError that names it where that takes too long."""
     deadline = time.monotonic() + seconds
     while not until():
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
@@ -48,6 +54,7 @@ class Process:
             )  # fmt: skip
 
     def said(self) -> str:
+        """Its output so far."""
         return self.log.read_text()
 
     def stop(self, how: signal.Signals = signal.SIGTERM, seconds: float = 30) -> int:
@@ -62,20 +69,28 @@ class Process:
 
 
 class Tap(threading.Thread):
-    """A socket between Flower's ClientApp and the guard that keeps what the guard says, in plain text."""
+    """A socket between Flower's ClientApp and the guard that keeps what the guard says, in plain text.
+
+    Attributes:
+        said: all that the guard has said. ages: seconds from each ClientApp process's start to its hand-over.
+    """
 
     def __init__(self, path: Path, guard: Path) -> None:
         super().__init__(daemon=True)
-        self._guard, self.said = guard, bytearray()
+        self._guard, self.said, self.ages = guard, bytearray(), list[float]()
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(str(path))
         self._socket.listen(16)
         self.start()
 
     def run(self) -> None:
+        """Accept until the process ends."""
         with suppress(OSError):
             while True:
                 connection, _ = self._socket.accept()
+                peer, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                with suppress(psutil.Error):
+                    self.ages.append(time.time() - psutil.Process(peer).create_time())
                 threading.Thread(target=self._pass_on, args=(connection,), daemon=True).start()
 
     def _pass_on(self, asking: socket.socket) -> None:
@@ -115,15 +130,18 @@ class DeployedSite:
         self.lost = 0  # charges whose answer was never stored
 
     def label(self, **names: str) -> None:
+        """Map the site's own labels to the federation's."""
         text = (self.home / "site.toml").read_text()
         lines = "\n".join(f'"{mine}" = "{theirs}"' for mine, theirs in names.items())
         (self.home / "site.toml").write_text(text.replace("[labels]", f"[labels]\n{lines}"))
 
     def make_ledger(self) -> None:
+        """Once, after site.toml is as it shall be."""
         run("site", "ledger", cwd=self.home)
         self.ledger = load_site(self.home / "site.toml").ledger
 
     def start_guard(self) -> None:
+        """Start it, and do not wait for it."""
         self.guard = Process(self.home / "guard.log", "site", "serve", cwd=self.home)
 
     def start_node(self, config: str = "site.toml") -> None:
@@ -149,16 +167,13 @@ class DeployedSite:
         (self.home / "tapped.toml").write_text(text)
         return Tap(path, self.home / "guard.sock")
 
-    def charges(self) -> int:
-        with closing(LedgerReader(self.ledger)) as ledger:
-            return len(ledger.charges())
-
     def in_work(self) -> bool:
         """A charge whose answer is not stored yet."""
         with closing(LedgerReader(self.ledger)) as ledger:
             return ledger.counts()[1] > self.lost
 
     def stop(self) -> None:
+        """End node and guard."""
         self._over.set()
         if self._keeper:
             self._keeper.join()
