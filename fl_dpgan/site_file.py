@@ -23,14 +23,17 @@ class SiteData(_Table):
     source: Source = Field(
         "folder",
         description='"folder": PATH/LABEL/*.png, .jpg or .dcm. "manifest": PATH is a CSV file with the columns path, '
-        'label and, if wanted, patient, frame and split; rows of split "test" are left out. "npz": PATH is an NPZ file with the arrays images and labels. '
-        '"idx": PATH is a folder with one file of images and one of labels.',
+        'label and, if wanted, patient, frame and split; rows of split "test" are left out. "npz": PATH is an NPZ file '
+        'with the arrays images and labels. "idx": PATH is a folder with one file of images and one of labels.',
     )
     path: Path = Field(Path("images"), description="The folder or file; a relative path starts at this file.")
     cache: Path = Field(
         Path("cache"),
         description="A folder for the images once read, so that a restart takes seconds; only the guard's user may "
         "read it.",
+    )
+    allow_missing_classes: bool = Field(
+        False, description="Whether the site may join without an image of each of the federation's labels."
     )
 
 
@@ -122,4 +125,6 @@ def _keys(model: BaseModel) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
     return repr(value) if isinstance(value, int | float) else f'"{value}"'

@@ -44,14 +44,18 @@ def read(
 
 
 def check_data(
-    read: Callable[[], SiteImages], policy: Policy, classes: Sequence[str]
+    read: Callable[[], SiteImages], policy: Policy, classes: Sequence[str], *, may_lack: bool
 ) -> tuple[list[Finding], SiteImages | None]:
-    """Read the images and look at them; the images too, where they can be read."""
+    """Read the images and look at them; the images too, where they can be read.
+
+    Args:
+        may_lack: whether the site may join without an image of each class.
+    """
     try:
         images = read()
     except FlDpganError as error:
         return [refused("data", error)], None
-    return [readable(images, classes), complete(images, classes), declared(images, policy)], images
+    return [readable(images, classes), complete(images, classes, allowed=may_lack), declared(images, policy)], images
 
 
 def readable(images: SiteImages, classes: Sequence[str]) -> Finding:
@@ -63,15 +67,16 @@ def readable(images: SiteImages, classes: Sequence[str]) -> Finding:
     return ok("data", f"{len(images.labels)} images{patients}: {by_class}{notes}")
 
 
-def complete(images: SiteImages, classes: Sequence[str]) -> Finding:
-    """Whether every class of the federation has a record here."""
+def complete(images: SiteImages, classes: Sequence[str], *, allowed: bool) -> Finding:
+    """Whether every class of the federation has a record here, or may lack one."""
     from fl_dpgan.data.site import missing_classes
 
     if missing := missing_classes(images, classes):
-        return warning(
+        kind = warning if allowed else failed
+        return kind(
             "classes",
             f"no image of {', '.join(missing)}",
-            "if the site has some, name their label in [labels] of site.toml; else tell the coordinator",
+            "name your label for it in [labels] of site.toml, or set data.allow_missing_classes there",
         )
     return ok("classes", f"images of all {len(classes)}")
 

@@ -38,7 +38,7 @@ def check_site(
     with permissions.acting_as(guard):
         findings += budget.check_budget(file, federation)
         read = partial(data.read, file, federation, on_progress, keep=keep)
-        found, images = data.check_data(read, file.policy, federation.classes)
+        found, images = data.check_data(read, file.policy, federation.classes, may_lack=file.data.allow_missing_classes)
     findings += found
     count = len(images.labels) if images else file.policy.declared_size
     size = count * federation.model.channels * federation.model.size**2

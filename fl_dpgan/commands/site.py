@@ -99,7 +99,8 @@ def node(
 ) -> None:
     """Become Flower's SuperNode, which connects this site's guard with the server of its federation.toml."""
     from fl_dpgan.config import load_federation
-    from fl_dpgan.deploy.flower import replace_process, supernode_command
+    from fl_dpgan.deploy.flower import PROGRAMS, replace_process, supernode_command
+    from fl_dpgan.deploy.launcher import write_launcher
     from fl_dpgan.site_file import load_site
 
     site = load_site(config)
@@ -109,10 +110,7 @@ def node(
         except OSError as error:
             raise ConfigError(f"{file} cannot be read: {error.strerror}; {remedy}") from error
     home = (home or key.parent / "flower").absolute()
-    try:
-        home.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise ConfigError(f"{home} cannot be made: {error.strerror}; give a folder as --home") from error
+    write_launcher(home / PROGRAMS)
     address = load_federation(site.federation).address
     replace_process(
         supernode_command(address, guard=site.guard.socket, key=key.absolute(), ca=ca.absolute(), port=port),

@@ -68,7 +68,9 @@ def read_rows(path: Path) -> list[Row]:
                 found = f"has the columns {quoted}" if not names or _REQUIRED & set(names) else "names no columns"
                 raise bad(path, found, _COLUMNS)
             rows = [_row(path, reader.line_num, row) for row in reader]
-    except (csv.Error, UnicodeDecodeError, OSError) as error:
+    except OSError as error:
+        raise bad(path, f"cannot be read ({error.strerror})", "check who may read it") from error
+    except (csv.Error, UnicodeDecodeError) as error:
         raise bad(path, f"is not a CSV file in UTF-8 ({error})", "save it as UTF-8 with commas") from error
     if not rows:
         raise bad(path, "has no row", "add a row per image")

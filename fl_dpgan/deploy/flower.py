@@ -16,6 +16,8 @@ from fl_dpgan.errors import ConfigError, FederationError
 
 #: The connection's name in Flower's configuration.
 CONNECTION = "federation"
+#: The folder in a home whose programs come before Flower's own.
+PROGRAMS = "bin"
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -27,8 +29,10 @@ def environment(home: Path) -> dict[str, str]:
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Flower starts its other programs by name, from wherever the virtual environment is
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        # Flower starts its other programs by name: from `home`, where there are some, or from the virtual environment
+        "PATH": os.pathsep.join(
+            [str(home / PROGRAMS), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+        ),
     }
 
 

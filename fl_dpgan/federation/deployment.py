@@ -6,8 +6,8 @@ import torch
 from flwr.serverapp import Grid
 
 from fl_dpgan.config import Federation, load_federation
-from fl_dpgan.data.site import SiteImages, read_site
-from fl_dpgan.errors import ConfigError, LedgerError
+from fl_dpgan.data.site import SiteImages, missing_classes, read_site
+from fl_dpgan.errors import ConfigError, DataError, LedgerError
 from fl_dpgan.evaluation.utility import classifier
 from fl_dpgan.federation import wire
 from fl_dpgan.federation.gs_wgan import check_plan
@@ -44,6 +44,10 @@ def open_site(file: SiteFile, on_progress: Callable[[int, int], None]) -> tuple[
         raise ConfigError(
             'policy.unit = "patient", but the data have no patient ids; use data.source = "manifest" with the column '
             'patient, or protect images (unit = "image")'
+        )
+    if (missing := missing_classes(images, federation.classes)) and not file.data.allow_missing_classes:
+        raise DataError(
+            f"no image of {', '.join(missing)}; name your label for it in [labels], or set data.allow_missing_classes"
         )
     if not file.ledger.exists():
         raise LedgerError(f"there is no ledger at {file.ledger}; make it once, with `fl-dpgan site ledger`")

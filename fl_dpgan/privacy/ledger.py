@@ -246,6 +246,9 @@ class Ledger(LedgerReader):
         with self._errors():
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.unlink(missing_ok=True)
+            os.close(
+                os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            )  # its owner's alone, as all beside it
             self._open(temporary, f"{temporary.absolute().as_uri()}?mode=rwc")
             self._db.execute("PRAGMA journal_mode=WAL")
             with self._transaction():

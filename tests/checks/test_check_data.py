@@ -48,7 +48,10 @@ def images(folder, labels=("normal",) * 6 + ("sick",) * 4, size=28, patients=Tru
 
 def check(file, **options):
     found, read = data.check_data(
-        lambda: data.read(file, federation(), lambda done, total: None, **options), file.policy, CLASSES
+        lambda: data.read(file, federation(), lambda done, total: None, **options),
+        file.policy,
+        CLASSES,
+        may_lack=file.data.allow_missing_classes,
     )
     assert all(CANARY not in finding.found + finding.remedy for finding in found)
     return {finding.name: finding for finding in found}, read
@@ -96,6 +99,11 @@ def test_a_damaged_image(tmp_path):
 def test_a_class_without_images(tmp_path):
     images(tmp_path, ["normal"] * 10)
     found, _ = check(site(tmp_path))
+    expect(found["classes"], "failed", "no image of sick", "[labels]")
+    assert not may_start(found.values())
+    file = site(tmp_path)
+    lacking = file.model_copy(update={"data": file.data.model_copy(update={"allow_missing_classes": True})})
+    found, _ = check(lacking)
     expect(found["classes"], "warning", "no image of sick", "[labels]")
     assert may_start(found.values())
 

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -408,3 +409,14 @@ def test_rows_and_steps_are_those_of_the_run_asked_for_in_order(ledger):
     assert [r.event.count for r in ledger.charges()] == [1, 2, 3]
     assert [r.event.count for r in ledger.charges("a")] == [1, 3]
     assert (ledger.steps(), ledger.steps("a"), ledger.steps("none")) == (6, 4, 0)
+
+
+def test_a_ledger_and_what_sqlite_puts_beside_it_are_for_the_owner_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        with contextlib.closing(Ledger(tmp_path / "l.sqlite", ACCOUNT)) as ledger:
+            ledger.charge(row())
+            files = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    finally:
+        os.umask(before)
+    assert {"l.sqlite", "l.sqlite-wal"} <= files.keys() and set(files.values()) == {0o600}

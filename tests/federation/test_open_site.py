@@ -1,0 +1,73 @@
+"""A site from its files: what is not in order at the site is said in one line, before anything joins."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fl_dpgan.errors import FlDpganError
+from fl_dpgan.federation.deployment import make_guard, open_site
+from fl_dpgan.privacy.ledger import Ledger
+from fl_dpgan.site_file import load_site
+
+FEDERATION = """
+name = "trial"
+classes = ["healthy", "ill"]
+address = "localhost:1"
+federation = { sites = 1, quorum = 1 }
+model = { num_classes = 2, latent_dim = 4, g_width = 2, d_width = 2 }
+"""
+SITE = 'name = "clinic"\n[policy]\ndeclared_size = 20\n{policy}[data]\n{data}[guard]\nsocket = "guard.sock"\n'
+
+
+def clinic(home, *, policy="", data="", labels=("healthy", "ill"), federation=FEDERATION, ledger=True):
+    (home / "federation.toml").write_text(federation)
+    (home / "site.toml").write_text(SITE.format(policy=policy, data=data))
+    for label in labels:
+        (home / "images" / label).mkdir(parents=True)
+        for number in range(20 // len(labels)):
+            Image.fromarray(np.full((28, 28), number, np.uint8)).save(home / "images" / label / f"{number}.png")
+    file = load_site(home / "site.toml")
+    if ledger:
+        Ledger(file.ledger, file.policy.account(file.name)).close()
+    return file
+
+
+def test_a_site_in_order_is_opened_with_its_images(tmp_path):
+    told = []
+    site, images = open_site(clinic(tmp_path), lambda done, total: told.append((done, total)))
+    assert images.images.shape == (20, 1, 28, 28) and sorted(images.labels.tolist()) == [0] * 10 + [1] * 10
+    assert site.introduction().site == "clinic" and told[-1] == (20, 20)
+    guard = make_guard(load_site(tmp_path / "site.toml"), site)
+    guard.stop()
+    guard.serve()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"ledger": False}, "fl-dpgan site ledger"),
+        ({"labels": ("healthy",)}, "no image of ill"),
+        ({"labels": ("healthy", "unwell")}, "unwell"),
+        ({"policy": 'unit = "patient"\n'}, "no patient ids"),
+        ({"federation": FEDERATION.replace('"healthy", "ill"', '"healthy"')}, "num_classes = 2, but classes has 1"),
+        ({"federation": FEDERATION + "colour = 1\n"}, "unknown key 'colour'"),
+        ({"data": 'path = "elsewhere"\n'}, "elsewhere"),
+    ],
+)
+def test_a_site_that_is_not_in_order_says_so_in_one_line(tmp_path, changes, reason):
+    with pytest.raises(FlDpganError) as caught:
+        open_site(clinic(tmp_path, **changes), lambda done, total: None)
+    assert reason in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_missing_class_may_be_allowed(tmp_path):
+    file = clinic(tmp_path, labels=("healthy",), data="allow_missing_classes = true\n")
+    _, images = open_site(file, lambda done, total: None)
+    assert set(images.labels.tolist()) == {0}
+
+
+def test_a_missing_federation_file_says_whom_to_ask(tmp_path):
+    file = clinic(tmp_path)
+    (tmp_path / "federation.toml").unlink()
+    with pytest.raises(FlDpganError, match="ask the coordinator"):
+        open_site(file, lambda done, total: None)
