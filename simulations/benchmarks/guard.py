@@ -102,9 +102,10 @@ def _ages(home: Path, rounds: int) -> list[float]:
     port, classes = free_port(), ["--class=a", "--class=b"]
     run("server", "init", server, "--host", "127.0.0.1", "--port", port, *classes)
     text = (server / "federation.toml").read_text()
-    for before, after in (("sites = 3", "sites = 1"), ("quorum = 2", "quorum = 1"), ("rounds = 30", f"rounds = {rounds}"),
-                          ("d_steps = 50", "d_steps = 1"), ("g_steps = 100", "g_steps = 1")):  # fmt: skip
-        text = text.replace(before, after)
+    for key, before, after in (
+        ("sites", 3, 1), ("quorum", 2, 1), ("rounds", 30, rounds), ("d_steps", 50, 1), ("g_steps", 100, 1),
+    ):  # fmt: skip
+        text = text.replace(f"\n{key} = {before}\n", f"\n{key} = {after}\n")
     (server / "federation.toml").write_text(text)
     np.savez(place / "site.npz", images=np.zeros((200, 28, 28), np.uint8), labels=np.arange(200) % 2)
     site = DeployedSite(place, "one", 200, "npz", place / "site.npz", eps_max=50.0)
