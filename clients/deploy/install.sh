@@ -20,6 +20,13 @@ install -d -m 0711 -o fl-guard -g fl-link /var/lib/fl-dpgan
 install -d -m 0700 -o fl-flower -g fl-flower /var/lib/fl-dpgan-node
 
 [ -x "$opt/bin/python" ] || "${PYTHON:-python3}" -m venv "$opt"
+for user in fl-guard fl-flower; do
+    runuser -u "$user" -- "$opt/bin/python" -c "" 2>/dev/null || {
+        echo "error: $user cannot run $opt/bin/python ($(readlink -f "$opt/bin/python")); remove $opt and give" \
+            "another one, as in PYTHON=/usr/bin/python3 $0" >&2
+        exit 2
+    }
+done
 "$opt/bin/python" -m pip install --quiet "$checkout[dicom]"
 install -d -m 0755 "$opt/clients"
 install -m 0644 "$here/../README.md" "$opt/clients/README.md"
