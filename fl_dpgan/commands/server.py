@@ -18,7 +18,7 @@ Days = Annotated[int, typer.Option("--days", min=1, max=36500, help="Validity of
 
 @app.callback()
 def _group() -> None:
-    """Set up, start and run a federation (init, start, register, sites, run)."""
+    """Set up, start and run a federation (init, start, check, register, sites, run)."""
 
 
 @app.command()
