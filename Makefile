@@ -23,5 +23,5 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest -m 'not ray' --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'not ray' --numprocesses 3 --dist loadfile
 	$(BIN)/python -m pytest -m ray

@@ -24,6 +24,16 @@ from fl_dpgan.training.models import Models
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="All trials of the long random tests, not a part of them.")
+
+
+@pytest.fixture
+def thorough(request: pytest.FixtureRequest) -> bool:
+    """Whether the long random tests take all of their trials."""
+    return bool(request.config.getoption("--thorough"))
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark what starts Ray: such tests run one after another, for one would find the other's cluster."""
     if item.path.parent == Path(__file__).parent and item.get_closest_marker("slow"):

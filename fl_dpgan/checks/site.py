@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     from fl_dpgan.site_file import SiteData, SiteFile
 
 
+#: What reading images loads late: loaded before another user's rights are taken, who may not read Python's own files.
+_LATE = ("encodings.utf_8_sig", "PIL.PngImagePlugin", "PIL.JpegImagePlugin", "pydicom", "fl_dpgan.data.dicom")
+
+
 def check_site(
     file: SiteFile,
     federation: Federation,
@@ -27,8 +33,11 @@ def check_site(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Finding]:
     """Look at everything that a site needs; what this says stays at the site."""
-    from fl_dpgan.federation.deployment import site_models  # before another user's rights are taken: it loads much
+    from fl_dpgan.federation.deployment import site_models
 
+    for late in _LATE:
+        with suppress(ImportError):  # pydicom is an extra
+            import_module(late)
     models = site_models(federation)
     networks = sum(t.nbytes for net in (models.generator, models.discriminator) for t in net.state_dict().values())
     guard = _guard_user(file)

@@ -39,7 +39,8 @@ def write_launcher(folder: Path) -> None:
     """
     file = folder / "flwr-clientapp"
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for made in (folder.parent, folder):
+            made.mkdir(parents=True, exist_ok=True, mode=0o700)
         file.write_text(_PROGRAM.format(python=sys.executable), encoding="utf-8")
         file.chmod(0o700)
     except OSError as error:

@@ -30,7 +30,7 @@ from fl_dpgan.privacy.verify import verify
 from fl_dpgan.runs import RunFolder
 from fl_dpgan.training.models import Models
 
-BLOCKS, BLOCK = 40, 250  # 10,000 requests; each block has sites and ledgers of its own
+BLOCKS, BLOCK = 40, 250  # 10,000 requests where all are asked for; each block has sites and ledgers of its own
 SIZE = 12
 LATENT = 4
 PLAN = Plan.model_validate(
@@ -354,16 +354,17 @@ def passes_schema(hostile: Hostile) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_invariants_1_2_4_7_ten_thousand_hostile_requests_release_nothing_uncharged(tmp_path, counted_draws):
+def test_invariants_1_2_4_7_hostile_requests_release_nothing_uncharged(tmp_path, counted_draws, thorough):
     tally: Counter[str] = Counter()
-    for number in range(BLOCKS):
+    blocks = BLOCKS if thorough else BLOCKS // 5
+    for number in range(blocks):
         attack = Attack(tmp_path / str(number), KINDS[number % len(KINDS)], seed=number)
         attack.run(BLOCK)
         tally += attack.tally
-    print(f"\n{BLOCKS * BLOCK} hostile requests, each to two sites that differ in one record")
+    print(f"\n{blocks * BLOCK} hostile requests, each to two sites that differ in one record")
     for what, times in tally.most_common():
         print(f"{times:6d} {what}")
-    assert tally["trained"] >= 2000
+    assert tally["trained"] >= blocks * BLOCK // 5
     assert tally["repeated"] and tally["refused repeated"]
 
 

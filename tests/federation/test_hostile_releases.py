@@ -149,7 +149,7 @@ def genuine_releases(victim: Victim, path: Path) -> tuple[Hostile, Hostile]:
     )
     for strategy in (matching, gs_wgan):
         strategy._join(grid)
-    (release,) = matching._exchange.requests(1, b"", "moment_release")
+    (release,) = matching._exchange.requests(1, b"", "moment_release", grid.get_node_ids())
     (gradient,) = gs_wgan.configure_train(10, None, None, grid)
     made = []
     for message in (release, gradient):

@@ -23,7 +23,7 @@ from fl_dpgan.federation.client import Pack
 from fl_dpgan.privacy.ledger import Ledger
 from fl_dpgan.privacy.verify import verify
 
-TRIALS, IN_WINDOW = 200, 100
+TRIALS = 200  # where all are asked for
 
 
 class Trial:
@@ -139,13 +139,14 @@ class Custody:
 
 
 @pytest.mark.slow
-def test_invariant_2_two_hundred_killed_processes_release_nothing_without_its_durable_charge(tmp_path):
+def test_invariant_2_killed_processes_release_nothing_without_their_durable_charge(tmp_path, thorough):
+    trials = TRIALS if thorough else TRIALS // 2
     source = random.Random(20)
     killed: Counter[str] = Counter()
     again: Counter[str] = Counter()
     created: Counter[str] = Counter()
     custody, first, arrived, ledgers = Custody(tmp_path / "0.sqlite"), 1, 0, 1
-    for number in range(TRIALS):
+    for number in range(trials):
         aim = POINTS[number % len(POINTS)]
         if aim == "creating" and custody.path.exists():
             custody, first, ledgers = Custody(tmp_path / f"{number}.sqlite"), 1, ledgers + 1
@@ -164,11 +165,11 @@ def test_invariant_2_two_hundred_killed_processes_release_nothing_without_its_du
                 again["stored bytes" if custody.repeat(first) else "a new charge"] += 1
                 first += 1
                 verify(custody.path)
-    print(f"\n{TRIALS} processes killed, {ledgers} ledgers, {arrived} answers arrived, 0 without their charge")
+    print(f"\n{trials} processes killed, {ledgers} ledgers, {arrived} answers arrived, 0 without their charge")
     for point in POINTS:
         print(f"{killed[point]:5d} after {point!r}{' (between charge and send)' if point in WINDOW else ''}")
     print("asked again:", dict(again))
     print("killed while creating, and left:", dict(created))
-    assert sum(killed[point] for point in WINDOW) >= IN_WINDOW
+    assert sum(killed[point] for point in WINDOW) >= trials // 2
     assert created["no ledger"] and created["a whole ledger"] and created["one under another name"]
     assert killed["creating"] and again["stored bytes"] and again["a new charge"]
