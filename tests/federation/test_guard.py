@@ -1,12 +1,13 @@
 """The guard: the same answers as the site's own, one at a time, and nothing that comes over its socket harms it."""
 
+import os
 import socket
 import stat
 import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -347,6 +348,30 @@ def test_a_ledger_that_cannot_be_written_charges_nothing_and_releases_nothing(fe
         fed.ledger(0).write_bytes(b"")
         answer, body = wire.unpack(relay.answer(fed.request(), path), wire.Answer)
     assert answer.status == "failed" and body == b"" and str(fed.path) not in answer.reason
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
+def test_on_a_full_disk_nothing_is_charged_or_released_and_with_space_the_guard_goes_on(federation, tmp_path):
+    (tmp_path / "run").mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path / "run")], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("a small disk cannot be mounted here")
+    try:
+        fed = federation()
+        with guarded(fed.sites[0], fed.ledger(0), path=tmp_path / "g.sock") as (path, _):
+            with suppress(OSError), (tmp_path / "run" / "filler").open("wb", buffering=0) as filler:
+                while filler.write(bytes(4096)):
+                    pass
+            answer, body = wire.unpack(relay.answer(fed.request(), path), wire.Answer)
+            assert answer.status == "failed" and body == b"" and str(tmp_path) not in answer.reason
+            (tmp_path / "run" / "filler").unlink()
+            assert charges(fed) == []
+            assert wire.unpack(relay.answer(fed.request(), path), wire.Answer)[0].status == "trained"
+            assert len(charges(fed)) == 1
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path / "run")], check=True)
 
 
 def test_the_relay_needs_neither_torch_nor_data_nor_pydantic():
