@@ -3,6 +3,7 @@
 import statistics
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -70,10 +71,13 @@ def _rounds(folder: Path, rounds: int) -> dict[str, list[float]]:
     def train() -> None:
         local_update(discriminator, generator, optimizer, data, plan, first_step=0, random=random, engine=models.engine)
 
-    with _at_work(site, socket, ledger):
-        return interleaved(
-            {"trainer": train, "guard": lambda: _ask(socket, next(numbers), plan, weights)}, rounds, following=False
-        )
+    # the guard works in a thread of its own; the trainer in another, for PyTorch counts threads by thread
+    with _at_work(site, socket, ledger), ThreadPoolExecutor(1) as trainer:
+        actions = {
+            "trainer": lambda: trainer.submit(train).result(),
+            "guard": lambda: _ask(socket, next(numbers), plan, weights),
+        }
+        return interleaved(actions, rounds)
 
 
 def _ask(socket: Path, number: int, plan: SitePlan, weights: bytes) -> None:

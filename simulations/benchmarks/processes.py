@@ -72,12 +72,13 @@ class Tap(threading.Thread):
     """A socket between Flower's ClientApp and the guard that keeps what the guard says, in plain text.
 
     Attributes:
-        said: all that the guard has said. ages: seconds from each ClientApp process's start to its hand-over.
+        said: what the guard has said, connection by connection.
+        ages: seconds from each ClientApp process's start to its hand-over.
     """
 
     def __init__(self, path: Path, guard: Path) -> None:
         super().__init__(daemon=True)
-        self._guard, self.said, self.ages = guard, bytearray(), list[float]()
+        self._guard, self.said, self.ages = guard, list[bytearray](), list[float]()
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(str(path))
         self._socket.listen(16)
@@ -98,7 +99,8 @@ class Tap(threading.Thread):
             guard.connect(str(self._guard))
             there = threading.Thread(target=self._copy, args=(asking, guard, None), daemon=True)
             there.start()
-            self._copy(guard, asking, self.said)
+            self.said.append(bytearray())
+            self._copy(guard, asking, self.said[-1])
 
     @staticmethod
     def _copy(source: socket.socket, target: socket.socket, kept: bytearray | None) -> None:

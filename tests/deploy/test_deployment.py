@@ -30,13 +30,13 @@ from simulations.benchmarks.processes import FL_DPGAN, DeployedSite, Process, fr
 pytestmark = pytest.mark.slow
 
 CLASSES = ("healthy", "ill")
-ROUNDS, STEPS = 11, 80
+ROUNDS, STEPS = 9, 80
 #: What is planted in what must not leave: header texts, a label's own name, the exact number of records, a pixel row.
 CANARY = "Zq7CanaryX"
 LABEL = "Kv3LabelY"
 COUNT = 149
 FEDERATION = {
-    "federation": {"sites": 3, "quorum": 1, "round_timeout": 25.0, "join_timeout": 30.0},
+    "federation": {"sites": 3, "quorum": 1, "round_timeout": 15.0, "join_timeout": 30.0},
     "model": {"num_classes": 2, "latent_dim": 8, "g_width": 4, "d_width": 4},
     "training": {"rounds": ROUNDS, "d_steps": STEPS, "g_steps": 5},
     "privacy": {"eps_max": 40.0, "delta": 1e-5, "unit": '"image"', "batch_size": 8},
@@ -120,9 +120,9 @@ class Deployment:
         self.processes: list[Process] = []
         self.superlink = self.process(home / "superlink.log", "server", "start", self.server, "--local")
         federation = load_federation(self.server / "federation.toml")
-        self.two_rounds = federation.site_plan(100, 3.0).epsilon_after(2 * STEPS, 0)
+        self.three_rounds = federation.site_plan(100, 3.0).epsilon_after(3 * STEPS, 0)
         kinds = {"north": (png_folder, "folder", 50.0), "east": (dicom_folder, "folder", 50.0),
-                 "south": (npz_file, "npz", 1.01 * self.two_rounds)}  # fmt: skip
+                 "south": (npz_file, "npz", 1.01 * self.three_rounds)}  # fmt: skip
         self.sites = {}
         for name, (data, source, eps_max) in kinds.items():
             place = home / name
@@ -190,18 +190,14 @@ def test_a_federation_of_real_processes_survives_what_befalls_it(deployment, tmp
     running = deployment.process(tmp_path / "run.log", *command)
     wait(lambda: len(deployment.rounds()) >= 1, 90, "the first round")
 
-    wait(lambda: east.in_work(), 60, "east is within a round")
-    assert east.guard and east.node
-    east.guard.stop(signal.SIGKILL)
-    east.lost += 1
-    killed_at = len(deployment.rounds())
-    wait(lambda: len(deployment.rounds()) > killed_at, 60, "a round without east")
-    east.start_guard()
-    wait(lambda: deployment.statuses("east")[-2:] == ["left out", "trained"], 90, "east is back")
-
     wait(lambda: north.in_work(), 60, "north is within a round")
     assert north.node
     north.node.stop(signal.SIGKILL)  # Flower lets its successor in once the heartbeats have been missing for a minute
+    wait(lambda: east.in_work(), 60, "east is within a round")
+    assert east.guard
+    east.guard.stop(signal.SIGKILL)
+    east.lost += 1
+    east.start_guard()
 
     assert running.process.wait(240) == 0, running.said()
     assert stranger.process.wait(10) != 0, stranger.said()
@@ -224,7 +220,7 @@ def test_a_federation_of_real_processes_survives_what_befalls_it(deployment, tmp
         asked = [status for status in deployment.statuses(name) if status not in ("withdrawn", "absent")]
         assert charged <= record.steps == STEPS * len(asked)
         assert spent["spent"] <= record.epsilon + 1e-9
-    assert deployment.statuses("south")[:3] == ["trained", "trained", "withdrawn"]
+    assert deployment.statuses("south")[:4] == ["trained"] * 3 + ["withdrawn"]
     with closing(LedgerReader(east.ledger)) as ledger:
         assert ledger.counts()[1] == 1  # the charge whose answer the kill took: it stays
     shown = run("watch", deployment.out, "--once")
@@ -232,23 +228,23 @@ def test_a_federation_of_real_processes_survives_what_befalls_it(deployment, tmp
 
     print(f"ClientApp, start to hand-over: {', '.join(f'{age:.2f}' for tap in taps.values() for age in tap.ages)} s")
     for name, tap in taps.items():
-        assert len(tap.said) > 10_000, name
-        leaves_nothing(bytes(tap.said), name)
+        assert sum(map(len, tap.said)) > 10_000, name
+        for said in tap.said:
+            leaves_nothing(bytes(said), name)
+        headers = [header for said in tap.said for header in headers_in(bytes(said))]
+        assert len(headers) > 2
+        for header in headers:
+            assert not {COUNT, 120, str(COUNT)} & set(json.loads(header).values()), (name, header)
 
 
 def leaves_nothing(said: bytes, name: str) -> None:
-    """Search what a guard has said for what was planted: texts, pixels in every form that is held, the exact count."""
+    """Search what a guard has said for what was planted: texts, and pixels in every form that is held."""
     for text in (CANARY, LABEL, "png", "dicom", "Hospital", str(Path.home()), ".sqlite"):
         assert text.encode() not in said, (name, text)
     pixels = row()[4:12]
     unit = pixels.astype(np.float32) / 127.5 - 1
     for form in (pixels.tobytes(), unit.tobytes(), unit.astype(np.float64).tobytes(), (unit / 2 + 0.5).tobytes()):
         assert form not in said, name
-    headers = list(headers_in(said))
-    assert headers
-    for header in headers:
-        numbers = set(json.loads(header).values())
-        assert not {COUNT, 120, str(COUNT)} & numbers, (name, header)
 
 
 def headers_in(said: bytes):
@@ -256,7 +252,7 @@ def headers_in(said: bytes):
     place = 0
     while place + 12 <= len(said):
         header, body = struct.unpack_from(">IQ", said, place)
-        frame = json.loads(said[place + 12 : place + 12 + header])
-        if "header" in frame:
+        text = said[place + 12 : place + 12 + header]
+        if len(text) == header and "header" in (frame := json.loads(text)):  # else cut short by a kill
             yield frame["header"]
         place += 12 + header + body
