@@ -18,6 +18,7 @@ from torch import Tensor
 from fl_dpgan.config import Federation, Scenario, Settings, parse_scenario, validated
 from fl_dpgan.errors import RunFolderError
 from fl_dpgan.files import write_atomically
+from fl_dpgan.privacy.accountant import Mechanism
 
 _VERSIONS = ("fl-dpgan", "flwr", "ray", "torch", "torchvision", "opacus", "numpy")
 
@@ -110,6 +111,7 @@ class RunFolder:
         """Replace the checkpoint: one file of safetensors, JSON in its header; a crash leaves the old or the new."""
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         write_atomically(self.path / "checkpoint.safetensors", save(plain, metadata={"fl_dpgan": json.dumps(meta)}))
+        (self.path / "asked.json").unlink(missing_ok=True)  # the checkpoint counts it
 
     def load_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The last checkpoint's tensors and JSON; None before the first.
@@ -128,6 +130,27 @@ class RunFolder:
             raise RunFolderError(
                 f"{file} is damaged ({error}); put back a copy of it, or start a new run in another --out"
             ) from error
+
+    def note_asked(self, mechanism: Mechanism, sites: dict[str, dict[str, Any]]) -> None:
+        """Keep, on disk, what is about to be asked of which sites, who may charge it whatever becomes of this process.
+
+        Args:
+            sites: by name, what a checkpoint would keep of each.
+        """
+        asked = [*self.asked(), [mechanism, sites]]
+        write_atomically(self.path / "asked.json", json.dumps(asked).encode())
+
+    def asked(self) -> list[tuple[Mechanism, dict[str, dict[str, Any]]]]:
+        """What was asked since the last checkpoint.
+
+        Raises:
+            RunFolderError: the file is damaged.
+        """
+        file = self.path / "asked.json"
+        try:
+            return [(mechanism, sites) for mechanism, sites in json.loads(file.read_bytes())] if file.exists() else []
+        except (ValueError, OSError) as error:
+            raise RunFolderError(f"{file} is damaged ({error}); put back a copy of it") from error
 
     def save_grid(self, grid: Image, round_number: int) -> None:
         """Keep a sample grid of this round's generator."""

@@ -29,11 +29,14 @@ def serve_federation(grid: Grid, file: Path, out: Path) -> None:
     """The server of real sites."""
     from fl_dpgan.config import load_federation
     from fl_dpgan.deploy.follow import continues
+    from fl_dpgan.deploy.server import ServerFolder
     from fl_dpgan.federation.deployment import serve
     from fl_dpgan.runs import RunFolder
 
     federation = load_federation(file)
-    serve(RunFolder.open(out) if continues(out, federation) else RunFolder.create(out, federation), grid)
+    server = ServerFolder.open(file.parent)
+    folder = RunFolder.open(out) if continues(out, federation) else RunFolder.create(out, federation)
+    serve(folder, grid, lambda: {name: int(site["node"]) for name, site in server.sites.items()})
 
 
 def serve_scenario(grid: Grid, config: dict[str, str], out: Path) -> None:

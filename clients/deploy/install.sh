@@ -2,6 +2,7 @@
 # Installs fl_dpgan at a site: users, folders, a Python environment in /opt/fl-dpgan, and the two services (not started).
 # Run it as root, from a checkout. It may be run again, after an update too; it touches no site.toml, key or ledger.
 set -eu
+umask 022
 
 here=$(cd "$(dirname "$0")" && pwd)
 checkout=$(cd "$here/../.." && pwd)

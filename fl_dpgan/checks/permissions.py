@@ -107,13 +107,15 @@ def check_hidden(what: str, paths: Iterable[Path], user: User) -> Finding:
 
 
 def check_settings(paths: Iterable[Path], user: User) -> Finding:
-    """Whether what rules the guard is safe from Flower's user, who reads it."""
+    """Whether what rules the guard can be read by Flower's user, and not changed."""
     name = "settings kept from Flower"
     for path in _resolved(paths):
         try:
             if user.replaces(path):
                 remedy = f"chown them to the guard's user or root, and chmod go-w {path} and the folders above"
                 return failed(name, f"{user.name} may change {path}", remedy)
+            if path.exists() and not user.reads(path):
+                return failed(name, f"{user.name} cannot read {path}, which the node needs", f"chmod a+r {path}")
         except OSError as error:
             return warning(name, f"not known: {path}: {error.strerror}", _AS_ROOT)
     return ok(name, f"{user.name} cannot change them")

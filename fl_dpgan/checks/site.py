@@ -56,10 +56,10 @@ def check_site(
     )
     findings.append(machine.check_disk(needs))
     findings.append(machine.check_memory(machine.free_memory(), images=size, networks=networks))
-    return [*findings, *check_users(file, config, guard), *check_connection(file, federation, key, ca)]
+    return [*findings, *check_users(file, config, ca, guard), *check_connection(file, federation, key, ca)]
 
 
-def check_users(file: SiteFile, config: Path, guard: int) -> list[Finding]:
+def check_users(file: SiteFile, config: Path, ca: Path, guard: int) -> list[Finding]:
     """What Flower's user may and may not do here."""
     user = permissions.User.named(file.guard.flower_user)
     findings = [permissions.check_user(file.guard.flower_user, user)]
@@ -69,7 +69,7 @@ def check_users(file: SiteFile, config: Path, guard: int) -> list[Finding]:
             permissions.check_hidden("data", _places(file.data), user),
             permissions.check_hidden("ledger", ledger, user),
             permissions.check_hidden("cache", [file.data.cache], user),
-            permissions.check_settings([config, file.federation], user),
+            permissions.check_settings([config, file.federation, ca], user),
         ]
     return [*findings, guard_socket.check_socket(file.guard.socket, guard, user)]
 

@@ -6,6 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fl_dpgan.text import printable
+
 #: What a site's status is when there is nothing to say.
 QUIET = ("trained", "released", "not asked")
 
@@ -23,7 +25,7 @@ class RoundProgress(Progress):
 
     def say(self, text: str) -> None:
         """A line above the bar."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def take(self, record: dict[str, Any]) -> None:
         """Show a line of the round log."""
@@ -35,8 +37,8 @@ class RoundProgress(Progress):
             self.say(f"stopped before round {record['round']}: {record['stopped']}")
             return
         for name, site in record["sites"].items():
-            if site["status"] not in QUIET:
-                self.say(f"round {record['round']}: {name} {site['status']}: {site.get('reason', '')}")
+            if site["status"] not in QUIET and (reason := site.get("reason")):  # one that has withdrawn said so once
+                self.say(f"round {record['round']}: {name} {site['status']}: {reason}")
         most = record["epsilon_max"]
         known = most is not None and math.isfinite(most)  # the log has null for what is infinite
         spent = f"epsilon {record['epsilon_min']:.3f} to {most:.3f}" if known else self._without_guarantee

@@ -36,6 +36,7 @@ def init(
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
+        path.chmod(0o644)  # Flower's user reads it too, and there is no secret in it
     except FileExistsError as error:
         raise ConfigError(f"{path} is there already; edit it, or give another path") from error
     except OSError as error:

@@ -4,6 +4,7 @@ import fcntl
 import io
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -37,6 +38,10 @@ class SiteImages:
     conversions: dict[str, int]
 
 
+#: The name of an entry: its fingerprint, a SHA-256.
+_ENTRY = re.compile(r"[0-9a-f]{64}")
+
+
 @dataclass(frozen=True)
 class Unread:
     """What a cache is filled with: `rows` gives an image (channels, size, size) for each label.
@@ -68,8 +73,8 @@ def cached(folder: Path, fingerprint: str, read: Callable[[], Unread]) -> SiteIm
             images = _load(place)
         if images is None:
             raise bad(place, "reads otherwise than it was written", "check the disk")
-        for path in folder.iterdir():
-            if path not in (place, folder / "lock"):
+        for path in folder.iterdir():  # of what else lies there nothing is known: it stays
+            if path != place and _ENTRY.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
     return images
 

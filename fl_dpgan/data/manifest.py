@@ -89,7 +89,7 @@ def _row(path: Path, number: int, row: dict[str, str]) -> Row:
     if empty := [key for key, value in clean.items() if not value and key not in ("patient", "frame")]:
         raise bad(path, f"line {number} has no {empty[0]}", "fill the cell")
     if clean.get("split", "train") not in ("train", "test"):
-        raise bad(path, f"line {number} has split {clean['split']!r}", "write train or test")
+        raise bad(path, f"line {number} has a split that is neither train nor test", "write one of these")
     frame = clean.get("frame") or "1"
     if not (frame.isascii() and frame.isdigit() and int(frame[:9]) > 0 and len(frame) < 9):
         raise bad(path, f"line {number} has a frame that is not a number from 1", "mend the cell, or leave it empty")

@@ -88,13 +88,15 @@ class FollowedRun:
             ConfigError: the ServerApp says that a new start would not help.
             FederationError: the run was stopped, or has failed too often.
         """
-        left = self.restarts
+        left, before = self.restarts, self._seen
         while not (status := self._ended()).completed:
             kind, _, message = status.details.partition(": ")
             if status.stopped:
                 raise FederationError("the run was stopped; the same command continues it")
             if kind in _LASTING:
                 raise ConfigError(message)
+            if self._seen > before:  # it had come further: what befell it is another failure
+                left, before = self.restarts, self._seen
             if left == 0:
                 raise FederationError(f"{status.details}; when that is mended, the same command continues the run")
             left -= 1

@@ -33,13 +33,16 @@ class ServerFolder:
             classes: the labels' names, where they are known already.
 
         Raises:
-            ConfigError: the folder holds something, cannot be written, or a host is neither name nor address.
+            ConfigError: the folder holds something, cannot be written, a host is neither name nor address, or the
+                first is one of IPv6.
         """
         folder = cls(path.absolute())
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(f"{path} is not empty; give a new folder, for a server's keys are never overwritten")
         ca = certificates.authority(ca_days)
         server = certificates.server_certificate(ca, hosts, days)
+        if ":" in hosts[0]:
+            raise ConfigError(f"{hosts[0]}: the SuperLink listens on IPv4; give a name or an IPv4 address first")
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             path.chmod(0o700)
@@ -51,7 +54,7 @@ class ServerFolder:
         write_new(folder.path / "server.key", server.key_pem, private=True)
         write_new(folder.path / "server.crt", server.certificate_pem)
         write_new(folder.home / "config.toml", folder._flower_config(port).encode())
-        write_new(folder.path / "federation.toml", federation_template(_address(hosts[0], port), classes).encode())
+        write_new(folder.path / "federation.toml", federation_template(f"{hosts[0]}:{port}", classes).encode())
         return folder
 
     @classmethod
@@ -171,7 +174,3 @@ def federation_template(address: str, classes: Sequence[str] = ()) -> str:
     names = json.dumps(list(classes), ensure_ascii=False)
     text = text.replace('address = "HOST:PORT"', f'address = "{address}"').replace("classes = []", f"classes = {names}")
     return text.replace("num_classes = 2", f"num_classes = {len(classes)}") if classes else text
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

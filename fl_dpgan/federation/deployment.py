@@ -1,6 +1,6 @@
 """A federation of real sites: the server's part, and a site with its guard, from `federation.toml` and `site.toml`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from flwr.serverapp import Grid
@@ -12,7 +12,7 @@ from fl_dpgan.evaluation.utility import classifier
 from fl_dpgan.federation import wire
 from fl_dpgan.federation.gs_wgan import check_plan
 from fl_dpgan.federation.guard import Guard
-from fl_dpgan.federation.server import OnRound, run_strategy
+from fl_dpgan.federation.server import run_strategy
 from fl_dpgan.federation.site import Site
 from fl_dpgan.networks import from_config
 from fl_dpgan.runs import RunFolder
@@ -78,7 +78,7 @@ def make_guard(file: SiteFile, site: Site) -> Guard:
         ConfigError: another guard serves this site, or the socket cannot be made.
     """
     federation = load_federation(file.federation)
-    models = site_models(federation)
+    models, ledger = site.models, file.ledger.resolve()  # the file itself: a link to it is the same budget
     networks = [models.generator, models.discriminator, *([models.classifier] if models.classifier else [])]
     size = sum(tensor.nbytes for network in networks for tensor in network.state_dict().values())
     channels, height, width = models.image_shape
@@ -87,13 +87,16 @@ def make_guard(file: SiteFile, site: Site) -> Guard:
         site,
         question(federation),
         path=file.guard.socket,
-        lock=file.ledger.with_name(file.ledger.name + ".guard"),
+        lock=ledger.with_name(ledger.name + ".guard"),
         largest=size + fakes + (1 << 20),  # names and shapes
     )
 
 
-def serve(folder: RunFolder, grid: Grid, on_round: OnRound = lambda record: None) -> None:
+def serve(folder: RunFolder, grid: Grid, registered: Callable[[], Mapping[str, int]]) -> None:
     """The server's part: run the strategy with the sites that come, from the folder's checkpoint where there is one.
+
+    Args:
+        registered: gives the node at which each site is known, by name.
 
     Raises:
         ConfigError: the folder is not of a federation, or the strategy cannot run its plan.
@@ -104,4 +107,4 @@ def serve(folder: RunFolder, grid: Grid, on_round: OnRound = lambda record: None
         raise ConfigError(f"{folder.path} holds a simulation; give a new folder for a federation of real sites")
     if federation.privacy.update == "image_gradient":
         check_plan(federation)
-    run_strategy(folder, grid, on_round, question(federation))
+    run_strategy(folder, grid, lambda record: None, question(federation), registered)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fl_dpgan.errors import WireError
+from fl_dpgan.text import printable
 
 _RECORD = "fl_dpgan"
 
@@ -24,7 +25,7 @@ def unpack_parts(message: Message) -> list[tuple[str, bytes]]:
         WireError: the message has another form.
     """
     if message.has_error():
-        raise WireError(f"no answer: {message.error.reason or 'the node is unreachable'}")
+        raise WireError(f"no answer: {printable(message.error.reason or 'the node is unreachable')}")
     record = message.content.config_records.get(_RECORD)
     headers, tensors = (record.get("headers"), record.get("tensors")) if record else (None, None)
     if (

@@ -30,6 +30,15 @@ class SiteRecord:
         """The run's epsilon at this site, recomputed from the plan and from what was asked for."""
         return self.plan.epsilon_after(self.steps, self.evaluations, releases=self.releases)
 
+    def count(self, mechanism: Mechanism) -> None:
+        """Take one more request of this kind for charged."""
+        if mechanism == "evaluation_count":
+            self.evaluations += 1
+        elif mechanism == "moment_release":
+            self.releases += 1
+        else:
+            self.steps += self.plan.steps_a_round
+
     @property
     def memory(self) -> dict[str, Any]:
         """What a checkpoint keeps of the site: all but what a new start of the run finds out anew."""
@@ -46,14 +55,15 @@ class Exchange:
     """Questions to the sites and their answers, one round of one mechanism at a time.
 
     Args:
-        run: the run's name at the sites. sites: who has joined, by name.
+        run: the run's name at the sites. sites: who has joined, by name. ttl: seconds after which Flower drops a
+            request: one that nobody waits for any more is not to be charged.
 
     Attributes:
         sites: as given. outcomes: how each site that was asked last has answered.
     """
 
-    def __init__(self, run: str, sites: dict[str, SiteRecord]) -> None:
-        self._run, self.sites = run, sites
+    def __init__(self, run: str, sites: dict[str, SiteRecord], *, ttl: float) -> None:
+        self._run, self.sites, self._ttl = run, sites, ttl
         self.outcomes: dict[str, dict[str, Any]] = {}
         self._absent: list[str] = []
         self._asked: list[tuple[Message, list[str]]] = []  # Flower gives a message its id when it sends it
@@ -81,9 +91,14 @@ class Exchange:
                 for name in names
             ]  # fmt: skip
             content = pack_parts([(request.model_dump_json(), tensors) for request in requests])
-            message = Message(content, dst_node_id=node, message_type=wire.CARRIER[mechanism])
+            message = Message(content, dst_node_id=node, message_type=wire.CARRIER[mechanism], ttl=self._ttl)
             self._asked.append((message, names))
             yield message
+
+    @property
+    def asked(self) -> list[str]:
+        """The sites that the requests are for."""
+        return [name for _, names in self._asked for name in names]
 
     def maybe_charged(self) -> list[str]:
         """The sites that may have charged this round's request; one that says `repeated` has done so before."""
@@ -122,7 +137,8 @@ class Exchange:
                 continue
             waiting.remove(answer.site)
             self.outcomes[answer.site] = {"status": answer.status, "rule": answer.rule, "reason": answer.reason}
-            self.sites[answer.site].head = answer.head or self.sites[answer.site].head
+            if answer.status in ("trained", "released", "counted"):  # what was charged; a refusal has no head
+                self.sites[answer.site].head = answer.head or self.sites[answer.site].head
             yield answer.site, answer, tensors
         for name in waiting:
             self.outcomes[name] = {"status": "left out", "reason": problem}

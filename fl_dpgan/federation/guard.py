@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import socket
+import stat
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from contextlib import suppress
@@ -18,6 +19,7 @@ from flwr.app import MessageType
 from fl_dpgan.errors import ConfigError, WireError
 from fl_dpgan.federation import frames, wire
 from fl_dpgan.federation.site import Site
+from fl_dpgan.text import printable
 
 _log = logging.getLogger(__name__)
 
@@ -152,7 +154,7 @@ class Guard:
         else:
             what = "the networks or D's learning rate differ"
         reason = f"{what}; put the server's federation.toml in place here"
-        _log.error("did not join: %s", reason)
+        _log.error("did not join: %s", printable(reason))
         return self._site.refusal(0, "refused", "federation", reason)
 
 
@@ -172,7 +174,9 @@ def _locked(path: Path) -> int:
 def _listen(path: Path) -> socket.socket:
     listening = socket.socket(socket.AF_UNIX)
     with suppress(OSError):
-        path.unlink(missing_ok=True)  # of a guard that was killed: this one holds the lock
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ConfigError(f"guard.socket = {path} is there already, and is no socket; give another path")
+        path.unlink()  # of a guard that was killed: this one holds the lock
     before = os.umask(0o117)
     try:
         listening.bind(str(path))

@@ -64,7 +64,7 @@ def ask(guard: Path, kind: str, header: str, tensors: bytes) -> tuple[str, bytes
             connection.connect(str(guard))
             with suppress(ConnectionError):  # where it has closed before all was sent, it has said why
                 frames.send(connection, {"kind": kind, "header": header}, tensors)
-            while True:
+            while time.monotonic() < deadline:
                 reply, body = frames.receive(connection, largest=_LARGEST, seconds=SILENCE)
                 state = reply.get("state")
                 if state == "answer":

@@ -1,6 +1,6 @@
 """Who takes part: nodes introduce their sites at the start and whenever a new one comes; a site keeps its place."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flwr.app import Message, MessageType
@@ -18,13 +18,17 @@ class Roster:
 
     Args:
         plan: the run's constants. question: what each node is asked first.
+        registered: gives the node at which each site is known, by name; a site that comes from another is turned away.
+            None where nodes are not known beforehand.
 
     Attributes:
         sites: who has joined, by name. memory: what a checkpoint keeps of each site of an earlier start of the run.
     """
 
-    def __init__(self, plan: Plan, question: wire.Question) -> None:
-        self._plan, self._question = plan, question
+    def __init__(
+        self, plan: Plan, question: wire.Question, registered: Callable[[], Mapping[str, int]] | None = None
+    ) -> None:
+        self._plan, self._question, self._registered = plan, question, registered
         self.sites: dict[str, SiteRecord] = {}
         self.memory: dict[str, dict[str, Any]] = {}
         self._asked: list[Message] = []  # Flower gives a message its id when it sends it
@@ -36,7 +40,12 @@ class Roster:
         self._online = set(nodes)
         known = {site.node for site in self.sites.values()}
         self._asked = [
-            Message(wire.pack(self._question), dst_node_id=node, message_type=MessageType.QUERY)
+            Message(
+                wire.pack(self._question),
+                dst_node_id=node,
+                message_type=MessageType.QUERY,
+                ttl=self._plan.federation.round_timeout,
+            )
             for node in sorted(self._online - known)
         ]
         return self._asked
@@ -75,6 +84,8 @@ class Roster:
         return refusals
 
     def _admit(self, hello: wire.Hello, node: int) -> None:
+        if self._registered is not None and self._registered().get(hello.site) != node:
+            raise ConfigError(f"node {node} calls itself {hello.site}, under which name it is not registered")
         present = self.sites.get(hello.site)
         if present and (present.node in self._online or present.node == node):
             raise ConfigError(f"another node calls itself {hello.site} too; give each site a name of its own")

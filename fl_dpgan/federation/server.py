@@ -1,6 +1,6 @@
 """The server's part of a run, of simulated or of real sites: its networks and strategy, from the run's folder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flwr.serverapp import Grid
@@ -20,11 +20,18 @@ OnRound = Callable[[dict[str, Any]], None]
 _GRIDS = 8
 
 
-def run_strategy(folder: RunFolder, grid: Grid, on_round: OnRound, question: wire.Question | None = None) -> None:
+def run_strategy(
+    folder: RunFolder,
+    grid: Grid,
+    on_round: OnRound,
+    question: wire.Question | None = None,
+    registered: Callable[[], Mapping[str, int]] | None = None,
+) -> None:
     """Run the folder's strategy to its end, from its checkpoint on where there is one.
 
     Args:
         on_round: called with each round's log record. question: what a node is asked first.
+        registered: gives the node at which each real site is known, by name.
 
     Raises:
         FederationError: fewer sites than the quorum joined, or answered in a round.
@@ -46,5 +53,6 @@ def run_strategy(folder: RunFolder, grid: Grid, on_round: OnRound, question: wir
     strategy = kind(
         settings, generator, discriminator, folder=folder, run=folder.run, on_round=after_round,
         train_classifier=train_on_synthetic, question=question,
+        registered=registered,
     )  # fmt: skip
     strategy.start(grid)

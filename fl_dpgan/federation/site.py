@@ -23,6 +23,7 @@ from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.privacy.policy import Policy
 from fl_dpgan.privacy.verify import verify
+from fl_dpgan.text import printable
 from fl_dpgan.training.discriminator import local_update
 from fl_dpgan.training.evaluation import noised_count
 from fl_dpgan.training.models import Models
@@ -71,6 +72,11 @@ class Site:
         with closing(self._open_ledger()) as opened:
             self._order = opened.account.order
 
+    @property
+    def models(self) -> Models:
+        """The federation's networks, as this site has them."""
+        return self._models
+
     def introduction(self) -> wire.Hello:
         """The site's name, declared size and unit, and the order of its ledger."""
         policy = self._policy
@@ -106,8 +112,8 @@ class Site:
 
     def refusal(self, number: int, status: Any, rule: str, reason: str) -> tuple[str, bytes]:
         """An answer without weights to the request of round `number`."""
-        printable = "".join(c if c.isprintable() else "?" for c in reason)  # it may quote the request
-        answer = wire.Answer(site=self.name, round=number, status=status, rule=rule, reason=printable[:1000])
+        # the reason may quote the request
+        answer = wire.Answer(site=self.name, round=number, status=status, rule=rule, reason=printable(reason))
         return answer.model_dump_json(), b""
 
     def _serve(self, request: wire.Request, tensors: bytes) -> StoredAnswer:

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
@@ -21,10 +21,14 @@ from fl_dpgan.federation.exchange import Exchange, SiteRecord
 from fl_dpgan.federation.roster import Roster
 from fl_dpgan.moments.features import FeatureMap
 from fl_dpgan.moments.objective import MomentObjective
+from fl_dpgan.privacy.accountant import Mechanism
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.runs import RunFolder
 from fl_dpgan.training.generator import GeneratorTrainer, Loss, adversarial, cosine, draw
 from fl_dpgan.training.state import load_optimizer, optimizer_tensors
+
+#: Seconds between two looks at which nodes are there.
+_PAUSE = 0.5
 
 
 class FedDPGAN(Strategy):
@@ -40,6 +44,7 @@ class FedDPGAN(Strategy):
         train_classifier: trains a classifier on images of the generator that it is given; for the evaluation counts
             that the plan may ask for. Called with that generator and the round.
         question: what a node is asked first; real sites compare it with what they were told of the federation.
+        registered: gives the node at which each real site is known, by name; sites come and go while a run lasts.
     """
 
     #: The status of a site's answer to a round.
@@ -56,13 +61,15 @@ class FedDPGAN(Strategy):
         on_round: Callable[[dict[str, Any]], None] | None = None,
         train_classifier: Callable[[nn.Module, int], nn.Module] | None = None,
         question: wire.Question | None = None,
+        registered: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
         if plan.privacy.evaluation_noise is not None and train_classifier is None:
             raise ConfigError("privacy.evaluation_noise asks for evaluation counts; give FedDPGAN a train_classifier")
         self._train_classifier = train_classifier
         self.plan, self._folder, self._run = plan, folder, run
-        self._roster = Roster(plan, question or wire.Question())
-        self._exchange = Exchange(run, self._roster.sites)
+        self._roster = Roster(plan, question or wire.Question(), registered)
+        self._real = registered is not None
+        self._exchange = Exchange(run, self._roster.sites, ttl=plan.federation.round_timeout)
         self._on_round = on_round or (lambda record: None)
         self.discriminator = discriminator
         training = plan.training
@@ -116,9 +123,10 @@ class FedDPGAN(Strategy):
         if self._matching and not self._released and not self._ask_moments(grid):
             return result
         for number in range(self._done + 1, self.plan.all_rounds + 1):
+            self._await_quorum(grid, number)
             began = time.monotonic()
             requests = list(self.configure_train(number, arrays, ConfigRecord(), grid))
-            replies = self._send(grid, requests) if requests else []
+            replies = self._send(grid, requests, self.plan.privacy.update) if requests else []
             new_arrays, metrics = self.aggregate_train(number, replies)
             if new_arrays is None or metrics is None:
                 self._stop_or_raise(number)
@@ -214,7 +222,7 @@ class FedDPGAN(Strategy):
         assert self._matching is not None
         began = time.monotonic()
         requests = self._exchange.requests(1, b"", "moment_release", grid.get_node_ids())
-        replies = self._send(grid, list(requests))
+        replies = self._send(grid, list(requests), "moment_release")
         released = self._collected(1, replies, "released")
         total, variance, count = torch.zeros(self._matching.shape, dtype=torch.float64), 0.0, 0
         for name in sorted(released):  # one site's sums at a time, always in this order
@@ -227,7 +235,7 @@ class FedDPGAN(Strategy):
                 continue
             total, variance, count = total + sums, variance + (plan.moment_noise or 0.0) ** 2, count + 1
         for name in self._exchange.maybe_charged():
-            self.sites[name].releases += 1
+            self.sites[name].count("moment_release")
         record = self._record(0, time.monotonic() - began, MetricRecord({"g_loss": 0.0}), None)
         self._folder.log_round(_plain(record))
         self._on_round(record)
@@ -286,7 +294,7 @@ class FedDPGAN(Strategy):
                 reason = f"a count of {answer.count:.3g}, beyond {most:.3g}, which no honest site has"
                 self._exchange.outcomes[name] = {"status": "left out", "reason": reason}
         for name in self._exchange.maybe_charged():
-            self.sites[name].evaluations += 1
+            self.sites[name].count("evaluation_count")
         if not counts:
             return None
         declared = sum(self.sites[name].plan.declared_size for name in counts)
@@ -309,28 +317,58 @@ class FedDPGAN(Strategy):
         if not requests:
             return None
         trained = self._exchange.outcomes
-        replies = grid.send_and_receive(requests, timeout=self.plan.federation.round_timeout)
+        replies = self._send(grid, requests, "evaluation_count")
         metrics = self.aggregate_evaluate(number, replies)
         counted, self._exchange.outcomes = self._exchange.outcomes, trained
         return {**(metrics or {}), "outcomes": counted}
 
     def _join(self, grid: Grid) -> None:
-        """Wait for a quorum of nodes, and a little for the rest, and let them introduce their sites."""
+        """Let the nodes that are there introduce their sites: a quorum is waited for, and the rest for a little."""
         federation, began = self.plan.federation, time.monotonic()
-        while (present := len(list(grid.get_node_ids()))) < federation.nodes:
-            enough = present * federation.sites_per_node >= federation.quorum
-            patience = min(federation.join_timeout, federation.round_timeout) if enough else federation.round_timeout
-            if time.monotonic() - began >= patience:
-                break
-            time.sleep(0.5)
-        questions = self._roster.questions(grid.get_node_ids())
-        refusals = self._note(self._roster.admit(grid.send_and_receive(questions, timeout=federation.round_timeout)))
+        refusals: list[str] = []
+        while True:
+            nodes = list(grid.get_node_ids())
+            waited = time.monotonic() - began
+            enough = len(nodes) * federation.sites_per_node >= federation.quorum
+            if self._real or len(nodes) >= federation.nodes or waited >= self._patience(enough):
+                questions = self._roster.questions(nodes)
+                replies = grid.send_and_receive(questions, timeout=federation.round_timeout) if questions else []
+                refusals += self._note(self._roster.admit(replies))
+                # a real site's guard may still be reading its images; a simulated one says the same again
+                enough = len(self.sites) >= federation.quorum
+                if not self._real or len(self.sites) >= federation.sites or waited >= self._patience(enough):
+                    break
+            time.sleep(_PAUSE)
         if len(self.sites) < federation.quorum:
             why = f" ({refusals[0]})" if refusals else ""
             raise FederationError(f"{len(self.sites)} sites joined, the quorum is {federation.quorum}{why}")
 
-    def _send(self, grid: Grid, requests: list[Message]) -> list[Message]:
+    def _patience(self, enough: bool) -> float:
+        """Seconds that a start waits for sites, with or without a quorum of them."""
+        federation = self.plan.federation
+        return min(federation.join_timeout, federation.round_timeout) if enough else federation.round_timeout
+
+    def _await_quorum(self, grid: Grid, number: int) -> None:
+        """Ask, and have charged, no site for a round that cannot count: wait for a quorum to be connected.
+
+        Raises:
+            FederationError: it does not come within the time for a round.
+        """
+        federation, began = self.plan.federation, time.monotonic()
+        left = {site.node for site in self.sites.values() if not site.withdrawn}
+        if number <= self.plan.matching.rounds or len(left) * federation.sites_per_node < federation.quorum:
+            return  # nobody is asked, or budgets end the run
+        while (present := len(left & set(grid.get_node_ids()))) * federation.sites_per_node < federation.quorum:
+            if time.monotonic() - began >= federation.round_timeout:
+                raise FederationError(
+                    f"round {number}: {present} sites are connected, the quorum is {federation.quorum}; "
+                    "mend the sites, then continue the run from its checkpoint"
+                )
+            time.sleep(_PAUSE)
+
+    def _send(self, grid: Grid, requests: list[Message], mechanism: Mechanism) -> list[Message]:
         """Send a round's requests, and with them the first question to nodes that have come since; give the replies."""
+        self._folder.note_asked(mechanism, {name: self.sites[name].memory for name in self._exchange.asked})
         questions = self._roster.questions(grid.get_node_ids())
         replies = list(grid.send_and_receive([*requests, *questions], timeout=self.plan.federation.round_timeout))
         self._note(self._roster.admit(replies))
@@ -352,7 +390,7 @@ class FedDPGAN(Strategy):
                 continue
             mean.add(state, self.sites[name].plan.declared_size)
         for name in self._exchange.maybe_charged():
-            self.sites[name].steps += self.sites[name].plan.steps_a_round
+            self.sites[name].count(self.plan.privacy.update)
         return mean
 
     def _read(self, tensors: bytes, plan: SitePlan) -> dict[str, Tensor]:
@@ -394,7 +432,7 @@ class FedDPGAN(Strategy):
         )
         raise FederationError(
             f"round {number}: fewer answers than the quorum of {self.plan.federation.quorum} ({problems}); "
-            "mend the sites and continue with --resume"
+            "mend the sites, then continue the run from its checkpoint"
         )
 
     def _site_records(self) -> dict[str, dict[str, Any]]:
@@ -434,6 +472,7 @@ class FedDPGAN(Strategy):
         found = self._folder.load_checkpoint()
         if found is None:
             self._folder.cut_log(0)
+            self._count_asked()
             return
         tensors, meta = found
         if meta["run"] != self._run:
@@ -448,7 +487,17 @@ class FedDPGAN(Strategy):
         )
         self._done, self._released = int(meta["round"]), bool(meta["released"])
         self._roster.memory = dict(meta["sites"])
+        self._count_asked()
         self._folder.cut_log(self._done)
+
+    def _count_asked(self) -> None:
+        """Take what was asked after the checkpoint for charged: the start that asked has ended before it could tell."""
+        for mechanism, sites in self._folder.asked():
+            for name, memory in sites.items():
+                known = self._roster.memory.get(name, memory)
+                record = SiteRecord(0, **{**known, "plan": SitePlan.model_validate(known["plan"])})
+                record.count(mechanism)
+                self._roster.memory[name] = record.memory
 
 
 def _now() -> str:

@@ -103,7 +103,7 @@ class Answer(_Header):
     The rest come with a rule and a reason.
     """
 
-    site: str
+    site: str = Field(pattern=NAME)
     round: int
     status: Literal["trained", "released", "counted", "withdrawn", "refused", "failed"]
     rule: str = Field("", pattern=r"^[a-z_]{0,64}$")

@@ -17,7 +17,7 @@ from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.runs import RunFolder
 
 #: With these a site did not answer in the round, or was not asked.
-_UNSEEN = ("silent", "left out", "not asked", "withdrawn")
+_UNSEEN = ("silent", "left out", "not asked", "withdrawn", "absent")
 #: With these it did what it was asked.
 _WELL = ("trained", "released", "counted", "not asked")
 _SHOWN = 8

@@ -82,6 +82,7 @@ def test_a_file_that_may_be_replaced(place):
     expect(hidden(ledger), "ok")
     expect(permissions.check_settings([file(place / "site.toml", 0o646)], FLOWER), "failed", "may change")
     expect(permissions.check_settings([file(place / "other.toml", 0o644)], FLOWER), "ok")
+    expect(permissions.check_settings([file(place / "closed.toml", 0o600)], FLOWER), "failed", "cannot read", "a+r")
     expect(permissions.check_settings([place / "none"], FLOWER), "warning", "not known", "root")
 
 

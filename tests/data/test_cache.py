@@ -235,3 +235,15 @@ def test_a_disk_that_gives_back_other_bytes_is_an_error(root, monkeypatch):
     monkeypatch.setattr(cache, "_load", lambda place: None)
     with pytest.raises(DataError, match="reads otherwise than it was written"):
         read(root)
+
+
+def test_what_the_cache_did_not_make_stays_in_its_folder(root):
+    (root / "cache" / "images").mkdir(parents=True)
+    (root / "cache").chmod(0o700)
+    (root / "cache" / "images" / "1.png").write_bytes(b"someone's")
+    (root / "cache" / "notes").write_text("someone's")
+    read(root)
+    read(root, size=5)  # the first entry is stale now, and goes
+    assert (root / "cache" / "images" / "1.png").read_bytes() == b"someone's"
+    assert (root / "cache" / "notes").read_text() == "someone's"
+    assert len([path for path in (root / "cache").iterdir() if len(path.name) == 64]) == 1

@@ -111,7 +111,7 @@ def test_a_subset_keeps_each_records_patient(tmp_path):
         ("path,label\na.png,x\nb.png,  \n", "line 3 has no label"),
         ("path,label\n\n\na.png,\n", "line 4 has no label"),
         ("path,label,split\na.png,x,\n", "line 2 has no split"),
-        ("path,label,split\na.png,x,val\n", "line 2 has split 'val'"),
+        ("path,label,split\na.png,x,val\n", "line 2 has a split that is neither"),
         ("path,label\na.png\n", "line 2 has another number of cells"),
         ("path,label\na.png,x,y\n", "line 2 has another number of cells"),
         ('path,label\n"a.png,x\n', "not a CSV file"),

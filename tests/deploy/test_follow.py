@@ -82,6 +82,25 @@ def test_a_failed_start_is_followed_by_others_but_not_for_ever(begin):
     assert len(flower.begun) == 3 and "1 more times" in notes[1] and "0 more times" in notes[3]
 
 
+def test_failures_with_rounds_between_them_are_counted_anew(begin, tmp_path):
+    flower = FakeFlower(*[[failed("FederationError: too few")]] * 4)
+    run, _, _ = begin(flower, restarts=1)
+    folder, begun = RunFolder(tmp_path / "run"), list(flower.starts)
+    folder.path.mkdir(exist_ok=True)
+    original = run.on_note
+
+    def note(text: str) -> None:
+        if "starting again" in text and len(flower.begun) < 3:
+            folder.log_round({"round": len(flower.begun), "sites": {}})
+        original(text)
+
+    run.on_note = note
+    run.begin()
+    with pytest.raises(FederationError):
+        run.to_the_end()
+    assert len(flower.begun) == 4 == len(begun)  # a failure after each of two rounds, and one start more after the last
+
+
 @pytest.mark.parametrize("kind", ["ConfigError", "RunFolderError", "DataError"])
 def test_what_a_new_start_does_not_mend_is_not_tried_again(begin, kind):
     flower = FakeFlower([failed(f"{kind}: batch: too large")])

@@ -19,7 +19,7 @@ def settings(unit: Path) -> dict[str, str]:
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_the_unit_verifies(tmp_path, unit):
     text, program = unit.read_text(), settings(unit)["ExecStart"].split()[0]
-    assert program.startswith("/opt/fl-dpgan/") and program.endswith("/fl-dpgan")
+    assert program.startswith("/opt/fl-dpgan") and program.endswith("/fl-dpgan")
     copy = tmp_path / unit.name
     copy.write_text(text.replace(program, "/bin/true"))  # the program has to exist where it is verified
     done = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, timeout=60)
@@ -35,8 +35,9 @@ def test_every_unit_has_a_user_of_its_own_and_writes_nowhere_else(unit):
     assert found["NoNewPrivileges"] in ("yes", "true") and found["StateDirectory"]
 
 
-def test_there_are_three_and_no_two_share_a_user():
+def test_there_are_three_and_no_two_share_a_user_or_a_folder():
     assert len(UNITS) == len({settings(unit)["User"] for unit in UNITS}) == 3
+    assert len({settings(unit)["StateDirectory"] for unit in UNITS}) == 3  # systemd gives it to the unit's user
 
 
 def test_the_guard_has_no_network_and_leaves_no_image_of_its_memory():

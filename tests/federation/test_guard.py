@@ -146,6 +146,23 @@ def test_a_socket_that_a_killed_guard_has_left_is_replaced(federation):
         assert wire.unpack(relay.answer(fed.request(), path), wire.Answer)[0].status == "trained"
 
 
+def test_what_lies_where_the_socket_is_to_be_is_not_removed_unless_it_is_a_socket(federation, tmp_path):
+    fed = federation()
+    (tmp_path / "mine").write_text("a file of the site's")
+    with pytest.raises(ConfigError, match="is no socket"), guarded(fed.sites[0], fed.ledger(0), path=tmp_path / "mine"):
+        pass
+    assert (tmp_path / "mine").read_text() == "a file of the site's"
+
+
+def test_what_a_server_says_cannot_forge_a_line_of_the_guards_log(federation, caplog):
+    fed = federation()
+    asked = wire.Question(classes=("x\n2026-11-30 INFO round 7: trained",))
+    with guarded(fed.sites[0], fed.ledger(0)) as (path, _):
+        relay.ask(path, "query", asked.model_dump_json(), b"")
+    assert all(record.getMessage().isprintable() for record in caplog.records if record.name.startswith("fl_dpgan"))
+    assert "did not join" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["no/folder/g.sock", "x" * 120])
 def test_a_socket_that_cannot_be_made_is_one_line(federation, tmp_path, name):
     fed = federation()

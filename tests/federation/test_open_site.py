@@ -42,6 +42,25 @@ def test_a_site_in_order_is_opened_with_its_images(tmp_path):
     guard.serve()
 
 
+def test_a_ledger_under_two_names_has_one_guard(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    file = clinic(tmp_path / "one")
+    site, _ = open_site(file, lambda done, total: None)
+    (tmp_path / "two" / "link.sqlite").symlink_to(file.ledger)
+    other = file.model_copy(
+        update={
+            "ledger": tmp_path / "two" / "link.sqlite",
+            "guard": file.guard.model_copy(update={"socket": tmp_path / "two" / "g.sock"}),
+        }
+    )
+    guard = make_guard(file, site)
+    with pytest.raises(FlDpganError, match="another guard serves this ledger"):
+        make_guard(other, site)
+    guard.stop()
+    guard.serve()
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
