@@ -1,5 +1,6 @@
 """What the tests share: one torch thread, and a small federation that needs no Ray."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from flwr.app import Error, Message, MessageType
 from flwr.supercore.task_identity import TaskIdentity
 
+from fl_dpgan import cli
 from fl_dpgan.config import Plan
 from fl_dpgan.federation import FedDPGAN, Policy, Records, Site
 from fl_dpgan.federation.client import Pack
@@ -54,6 +56,16 @@ def passes_of(samples: int) -> Iterator[None]:
         patch.setattr(layers, "_MULTIPLE", min(samples, 3))
         patch.setattr(engines, "_PASS", samples)
         yield
+
+
+def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """The exit code of an `fl-dpgan` command."""
+    monkeypatch.setattr(sys, "argv", ["fl-dpgan", *map(str, arguments)])
+    try:
+        cli.main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
 
 
 class LocalGrid:

@@ -1,27 +1,17 @@
 """Bad input gets one line, exit code 2, and nothing is overwritten; good input does what the README says."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import run_cli as run
 from PIL import Image
 
-from fl_dpgan import cli
 from fl_dpgan.config import load_scenario
 from fl_dpgan.federation.strategy import FedDPGAN
 from fl_dpgan.networks import from_config
 from fl_dpgan.runs import RunFolder
-
-
-def run(monkeypatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["fl-dpgan", *map(str, arguments)])
-    try:
-        cli.main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
 
 
 @pytest.fixture

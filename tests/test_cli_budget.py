@@ -13,8 +13,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from conftest import run_cli as run
 
-from fl_dpgan import cli
 from fl_dpgan.config import load_scenario
 from fl_dpgan.federation.strategy import FedDPGAN
 from fl_dpgan.networks import from_config
@@ -24,15 +24,6 @@ from fl_dpgan.privacy.ledger import Ledger, StoredAnswer
 from fl_dpgan.runs import RunFolder
 
 ACCOUNT = Account(site="north", declared_size=500, eps_max=8.0, delta=1e-5, order=6.0)
-
-
-def run(monkeypatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["fl-dpgan", *map(str, arguments)])
-    try:
-        cli.main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
 
 
 def fill(path: Path, counts=(5, 3), *, site: str = "north", budget: str = "main") -> Path:

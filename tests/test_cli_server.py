@@ -6,20 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import run_cli as run
 
-from fl_dpgan import cli
 from fl_dpgan.config import load_federation
 from fl_dpgan.deploy import flower
 from fl_dpgan.runs import RunFolder
-
-
-def run(monkeypatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["fl-dpgan", *map(str, arguments)])
-    try:
-        cli.main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
 
 
 @pytest.fixture

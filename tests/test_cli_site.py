@@ -8,8 +8,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from conftest import run_cli
 
-from fl_dpgan import cli
 from fl_dpgan.privacy.accountant import Event
 from fl_dpgan.privacy.entries import Charge
 from fl_dpgan.privacy.ledger import Ledger, LedgerReader
@@ -23,12 +23,7 @@ def init(monkeypatch, path: Path, *, name: object = "north", size: object = 480)
 
 
 def run(monkeypatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["fl-dpgan", "site", *arguments])
-    try:
-        cli.main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
+    return run_cli(monkeypatch, "site", *arguments)
 
 
 def test_the_file_loads_with_every_key_at_its_default(tmp_path, monkeypatch, capsys):

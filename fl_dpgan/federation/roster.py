@@ -1,16 +1,21 @@
 """Who takes part: nodes introduce their sites at the start and whenever a new one comes; a site keeps its place."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flwr.app import Message, MessageType
+from flwr.serverapp import Grid
 
 from fl_dpgan.config import Plan
-from fl_dpgan.errors import ConfigError, WireError
+from fl_dpgan.errors import ConfigError, FederationError, WireError
 from fl_dpgan.federation import wire
 from fl_dpgan.federation.envelope import unpack_parts
 from fl_dpgan.federation.exchange import SiteRecord
 from fl_dpgan.privacy.plan import SitePlan
+
+#: Seconds between two looks at which nodes are there.
+_PAUSE = 0.5
 
 
 class Roster:
@@ -67,6 +72,56 @@ class Roster:
                 told += refusals
             self._refused[node] = str(refusals)
         return told
+
+    def join(self, grid: Grid) -> list[str]:
+        """Let the nodes that are there introduce their sites: a quorum is waited for, and the rest for a little.
+
+        Returns:
+            Why sites, or nodes, have not joined.
+        """
+        federation, began, told = self._plan.federation, time.monotonic(), list[str]()
+        real = self._registered is not None
+        while True:
+            nodes = list(grid.get_node_ids())
+            waited = time.monotonic() - began
+            enough = len(nodes) * federation.sites_per_node >= federation.quorum
+            if real or len(nodes) >= federation.nodes or waited >= self._patience(enough):
+                questions = self.questions(nodes)
+                replies = grid.send_and_receive(questions, timeout=federation.round_timeout) if questions else []
+                told += self.admit(replies)
+                # a real site's guard may still be reading its images; a simulated one says the same again
+                enough = len(self.sites) >= federation.quorum
+                if not real or len(self.sites) >= federation.sites or waited >= self._patience(enough):
+                    return told
+            time.sleep(_PAUSE)
+
+    def _patience(self, enough: bool) -> float:
+        """Seconds that a start waits for sites, with or without a quorum of them."""
+        federation = self._plan.federation
+        return min(federation.join_timeout, federation.round_timeout) if enough else federation.round_timeout
+
+    def await_quorum(self, grid: Grid, number: int) -> None:
+        """Wait until a quorum is connected: for a round that cannot count, no site is to be asked, and charged.
+
+        Where budgets leave fewer sites than a quorum there is nothing to wait for.
+
+        Args:
+            number: the round.
+
+        Raises:
+            FederationError: it does not come within the time for a round.
+        """
+        federation, began = self._plan.federation, time.monotonic()
+        left = {site.node for site in self.sites.values() if not site.withdrawn}
+        if len(left) * federation.sites_per_node < federation.quorum:
+            return
+        while (present := len(left & set(grid.get_node_ids()))) * federation.sites_per_node < federation.quorum:
+            if time.monotonic() - began >= federation.round_timeout:
+                raise FederationError(
+                    f"round {number}: {present} sites are connected, the quorum is {federation.quorum}; "
+                    "mend the sites, then continue the run from its checkpoint"
+                )
+            time.sleep(_PAUSE)
 
     def _introduced(self, reply: Message, node: int) -> list[str]:
         try:

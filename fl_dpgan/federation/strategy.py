@@ -19,16 +19,13 @@ from fl_dpgan.federation import wire
 from fl_dpgan.federation.averaging import RunningMean
 from fl_dpgan.federation.exchange import Exchange, SiteRecord
 from fl_dpgan.federation.roster import Roster
-from fl_dpgan.moments.features import FeatureMap
-from fl_dpgan.moments.objective import MomentObjective
+from fl_dpgan.federation.sums import added_up
+from fl_dpgan.moments.objective import objective_of
 from fl_dpgan.privacy.accountant import Mechanism
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.runs import RunFolder
-from fl_dpgan.training.generator import GeneratorTrainer, Loss, adversarial, cosine, draw
+from fl_dpgan.training.generator import GeneratorTrainer, Loss, adversarial, cosine
 from fl_dpgan.training.state import load_optimizer, optimizer_tensors
-
-#: Seconds between two looks at which nodes are there.
-_PAUSE = 0.5
 
 
 class FedDPGAN(Strategy):
@@ -68,13 +65,12 @@ class FedDPGAN(Strategy):
         self._train_classifier = train_classifier
         self.plan, self._folder, self._run = plan, folder, run
         self._roster = Roster(plan, question or wire.Question(), registered)
-        self._real = registered is not None
         self._exchange = Exchange(run, self._roster.sites, ttl=plan.federation.round_timeout)
         self._on_round = on_round or (lambda record: None)
         self.discriminator = discriminator
         training = plan.training
         self._trainer = GeneratorTrainer(generator, ema_decay=training.ema_decay)
-        self._matching = self._no_moments()
+        self._matching = objective_of(plan, generator)
         self._done, self._released = 0, False
         self._resume()
 
@@ -123,7 +119,8 @@ class FedDPGAN(Strategy):
         if self._matching and not self._released and not self._ask_moments(grid):
             return result
         for number in range(self._done + 1, self.plan.all_rounds + 1):
-            self._await_quorum(grid, number)
+            if number > self.plan.matching.rounds:
+                self._roster.await_quorum(grid, number)
             began = time.monotonic()
             requests = list(self.configure_train(number, arrays, ConfigRecord(), grid))
             replies = self._send(grid, requests, self.plan.privacy.update) if requests else []
@@ -199,17 +196,6 @@ class FedDPGAN(Strategy):
     def _seed(self, number: int) -> int:
         return self.plan.seed * 1_000_003 + number
 
-    def _no_moments(self) -> MomentObjective | None:
-        """What will match the moments, once they are released."""
-        moments, generator = self.plan.privacy.moments, self._trainer.generator
-        if moments is None:
-            return None
-        device = next(generator.parameters()).device
-        shape = tuple(draw(generator.eval(), torch.zeros(1, dtype=torch.int64), seed=0).shape[1:])
-        classes = int(generator.num_classes)  # type: ignore[arg-type]
-        guidance = self.plan.matching.guidance
-        return MomentObjective(FeatureMap(moments.features, shape), classes, guidance=guidance).to(device)
-
     def _ask_moments(self, grid: Grid) -> bool:
         """Have every site release its noised sums, and take the classes' means from their total.
 
@@ -224,24 +210,18 @@ class FedDPGAN(Strategy):
         requests = self._exchange.requests(1, b"", "moment_release", grid.get_node_ids())
         replies = self._send(grid, list(requests), "moment_release")
         released = self._collected(1, replies, "released")
-        total, variance, count = torch.zeros(self._matching.shape, dtype=torch.float64), 0.0, 0
-        for name in sorted(released):  # one site's sums at a time, always in this order
-            plan = self.sites[name].plan
-            try:
-                sums = wire.read_tensors(released[name], sums=torch.zeros_like(total))["sums"]
-                self._check_sums(sums, plan)
-            except WireError as error:
-                self._exchange.outcomes[name] = {"status": "left out", "reason": str(error)}
-                continue
-            total, variance, count = total + sums, variance + (plan.moment_noise or 0.0) ** 2, count + 1
+        plans = {name: self.sites[name].plan for name in released}
+        total, noise_sd, left_out = added_up(released, plans, self._matching.shape)
+        for name, reason in left_out.items():
+            self._exchange.outcomes[name] = {"status": "left out", "reason": reason}
         for name in self._exchange.maybe_charged():
             self.sites[name].count("moment_release")
         record = self._record(0, time.monotonic() - began, MetricRecord({"g_loss": 0.0}), None)
         self._folder.log_round(_plain(record))
         self._on_round(record)
-        self._released = count >= self.plan.federation.quorum
+        self._released = len(released) - len(left_out) >= self.plan.federation.quorum
         if self._released:
-            self._matching.aim(total, math.sqrt(variance))
+            self._matching.aim(total, noise_sd)
         self._checkpoint(0)  # what was charged is remembered either way
         if not self._released:
             self._stop_or_raise(0)
@@ -256,16 +236,6 @@ class FedDPGAN(Strategy):
             if answer.status == status:
                 found[name] = tensors
         return found
-
-    @staticmethod
-    def _check_sums(sums: Tensor, plan: SitePlan) -> None:
-        """Leave out sums that no honest site can have: one site must not be able to ruin the run.
-
-        A site may hold more than it declares; five times as much is taken for an error.
-        """
-        noise = (plan.moment_noise or 0.0) * (math.sqrt(sums.numel()) + 10)
-        if not float(sums.norm()) <= (most := 5 * plan.declared_size + noise):
-            raise WireError(f"sums of norm {float(sums.norm()):.3g}, beyond {most:.3g}, which no honest site has")
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -323,48 +293,10 @@ class FedDPGAN(Strategy):
         return {**(metrics or {}), "outcomes": counted}
 
     def _join(self, grid: Grid) -> None:
-        """Let the nodes that are there introduce their sites: a quorum is waited for, and the rest for a little."""
-        federation, began = self.plan.federation, time.monotonic()
-        refusals: list[str] = []
-        while True:
-            nodes = list(grid.get_node_ids())
-            waited = time.monotonic() - began
-            enough = len(nodes) * federation.sites_per_node >= federation.quorum
-            if self._real or len(nodes) >= federation.nodes or waited >= self._patience(enough):
-                questions = self._roster.questions(nodes)
-                replies = grid.send_and_receive(questions, timeout=federation.round_timeout) if questions else []
-                refusals += self._note(self._roster.admit(replies))
-                # a real site's guard may still be reading its images; a simulated one says the same again
-                enough = len(self.sites) >= federation.quorum
-                if not self._real or len(self.sites) >= federation.sites or waited >= self._patience(enough):
-                    break
-            time.sleep(_PAUSE)
-        if len(self.sites) < federation.quorum:
+        refusals = self._note(self._roster.join(grid))
+        if len(self.sites) < (quorum := self.plan.federation.quorum):
             why = f" ({refusals[0]})" if refusals else ""
-            raise FederationError(f"{len(self.sites)} sites joined, the quorum is {federation.quorum}{why}")
-
-    def _patience(self, enough: bool) -> float:
-        """Seconds that a start waits for sites, with or without a quorum of them."""
-        federation = self.plan.federation
-        return min(federation.join_timeout, federation.round_timeout) if enough else federation.round_timeout
-
-    def _await_quorum(self, grid: Grid, number: int) -> None:
-        """Ask, and have charged, no site for a round that cannot count: wait for a quorum to be connected.
-
-        Raises:
-            FederationError: it does not come within the time for a round.
-        """
-        federation, began = self.plan.federation, time.monotonic()
-        left = {site.node for site in self.sites.values() if not site.withdrawn}
-        if number <= self.plan.matching.rounds or len(left) * federation.sites_per_node < federation.quorum:
-            return  # nobody is asked, or budgets end the run
-        while (present := len(left & set(grid.get_node_ids()))) * federation.sites_per_node < federation.quorum:
-            if time.monotonic() - began >= federation.round_timeout:
-                raise FederationError(
-                    f"round {number}: {present} sites are connected, the quorum is {federation.quorum}; "
-                    "mend the sites, then continue the run from its checkpoint"
-                )
-            time.sleep(_PAUSE)
+            raise FederationError(f"{len(self.sites)} sites joined, the quorum is {quorum}{why}")
 
     def _send(self, grid: Grid, requests: list[Message], mechanism: Mechanism) -> list[Message]:
         """Send a round's requests, and with them the first question to nodes that have come since; give the replies."""

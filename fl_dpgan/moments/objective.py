@@ -1,10 +1,13 @@
 """What G is trained on with a moment release: the classes' moments, and the classifier that follows from them."""
 
+import torch
 from torch import Tensor, nn
 
+from fl_dpgan.config import Plan
 from fl_dpgan.moments.discriminant import Discriminant
 from fl_dpgan.moments.features import FeatureMap
 from fl_dpgan.moments.matching import MomentMatching, class_means
+from fl_dpgan.training.generator import draw
 
 
 class MomentObjective(nn.Module):
@@ -43,3 +46,15 @@ class MomentObjective(nn.Module):
         if self.discriminant is not None:
             loss = loss + self._guidance * self.discriminant(images, labels)
         return loss
+
+
+def objective_of(plan: Plan, generator: nn.Module) -> MomentObjective | None:
+    """What G will be trained on once the moments of this plan are released; None where it asks for none."""
+    moments = plan.privacy.moments
+    if moments is None:
+        return None
+    device = next(generator.parameters()).device
+    shape = tuple(draw(generator.eval(), torch.zeros(1, dtype=torch.int64), seed=0).shape[1:])
+    classes = int(generator.num_classes)  # type: ignore[arg-type]
+    features = FeatureMap(moments.features, shape)
+    return MomentObjective(features, classes, guidance=plan.matching.guidance).to(device)

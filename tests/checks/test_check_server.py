@@ -2,15 +2,14 @@
 
 import re
 import socket
-import sys
 from contextlib import closing
 from datetime import UTC, datetime
 
 import pytest
+from conftest import run_cli
 from expected import DAY, dated, expect, written
 from test_check_data import federation
 
-from fl_dpgan import cli
 from fl_dpgan.checks import server
 from fl_dpgan.deploy.certificates import Signed, authority, server_certificate
 from fl_dpgan.deploy.server import ServerFolder
@@ -32,12 +31,7 @@ def made(tmp_path):
 
 
 def run(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["fl-dpgan", "server", "check", *map(str, arguments)])
-    try:
-        cli.main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
+    return run_cli(monkeypatch, "server", "check", *arguments)
 
 
 def authority_of(made):

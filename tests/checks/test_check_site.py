@@ -9,10 +9,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from conftest import run_cli
 from expected import expect
 from test_check_data import CANARY, images
 
-from fl_dpgan import cli
 from fl_dpgan.checks import node_key, site
 from fl_dpgan.config import load_federation
 from fl_dpgan.deploy.certificates import server_certificate
@@ -78,12 +78,7 @@ def home(serving, ca):
 
 def run(monkeypatch, home, *more):
     arguments = ["--config", home / "site.toml", "--key", home / "node.key", "--ca", home / "ca.crt", *more]
-    monkeypatch.setattr(sys, "argv", ["fl-dpgan", "site", "check", *map(str, arguments)])
-    try:
-        cli.main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
+    return run_cli(monkeypatch, "site", "check", *arguments)
 
 
 def check(home):

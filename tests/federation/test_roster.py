@@ -5,8 +5,7 @@ from conftest import LocalGrid, charges, handler, log
 from flwr.app import Error, Message, MessageType
 
 from fl_dpgan.errors import FederationError, WireError
-from fl_dpgan.federation import strategy as strategy_module
-from fl_dpgan.federation import wire
+from fl_dpgan.federation import roster, wire
 from fl_dpgan.federation.envelope import unpack_parts
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.runs import RunFolder
@@ -116,7 +115,7 @@ def test_an_errors_text_from_a_node_is_made_printable(federation):
 
 
 def test_below_the_quorum_nobody_is_asked(federation, monkeypatch):
-    monkeypatch.setattr(strategy_module, "_PAUSE", 0.01)
+    monkeypatch.setattr(roster, "_PAUSE", 0.01)
     fed = federation(sites=2, rounds=3, quorum=2)
     grid = Comings({n + 10: handler(site) for n, site in fed.sites.items()}, lambda node, r: node == 10 or r < 1)
     with pytest.raises(FederationError, match="1 sites are connected, the quorum is 2"):
@@ -168,7 +167,7 @@ def test_a_run_cut_before_its_first_checkpoint_remembers_what_it_asked(federatio
 
 
 def test_a_real_sites_guard_that_is_not_ready_yet_is_asked_again(federation, monkeypatch):
-    monkeypatch.setattr(strategy_module, "_PAUSE", 0.01)
+    monkeypatch.setattr(roster, "_PAUSE", 0.01)
     fed = federation(sites=1, rounds=1)
     calls = []
 
