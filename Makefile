@@ -23,5 +23,5 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest -m 'not ray' --numprocesses 3 --dist loadfile
+	$(BIN)/python -m pytest -m 'not ray' --numprocesses 3 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m ray
