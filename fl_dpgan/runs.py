@@ -62,8 +62,15 @@ class RunFolder:
 
     @property
     def run(self) -> str:
-        """The run's name at the sites, which keep its share of their budgets by it."""
-        return str(self._stored["run"])
+        """The run's name at the sites, which keep its share of their budgets by it.
+
+        Raises:
+            RunFolderError: an older version began the run, or its file is damaged.
+        """
+        stored = self._stored
+        if "run" not in stored:
+            raise RunFolderError(f"{self.path} was begun by an older version; it can be read, and not continued")
+        return str(stored["run"])
 
     @property
     def settings(self) -> Settings:

@@ -4,7 +4,7 @@ import pytest
 from conftest import LocalGrid, charges, handler, log
 from flwr.app import Error, Message, MessageType
 
-from fl_dpgan.errors import FederationError, WireError
+from fl_dpgan.errors import FederationError, RunFolderError, WireError
 from fl_dpgan.federation import roster, wire
 from fl_dpgan.federation.envelope import unpack_parts
 from fl_dpgan.privacy.plan import SitePlan
@@ -164,6 +164,13 @@ def test_a_run_cut_before_its_first_checkpoint_remembers_what_it_asked(federatio
     strategy = fed.strategy()
     strategy.start(fed.grid())
     assert strategy.sites["site-0"].steps >= sum(event.count for event in charges(fed)) > 0
+
+
+def test_a_run_that_an_older_version_began_is_not_continued(tmp_path):
+    (tmp_path / "scenario.json").write_text('{"scenario": {}, "versions": {}}')
+    with pytest.raises(RunFolderError, match="older version"):
+        _ = RunFolder(tmp_path).run
+    assert RunFolder(tmp_path).settings.seed == 0
 
 
 def test_a_real_sites_guard_that_is_not_ready_yet_is_asked_again(federation, monkeypatch):
