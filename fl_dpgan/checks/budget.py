@@ -25,11 +25,11 @@ _FEWER = "ask the coordinator for fewer rounds or a smaller privacy.eps_max: wha
 def check_budget(file: SiteFile, federation: Federation) -> list[Finding]:
     """The ledger, the policy, and what a run of the federation would cost here."""
     from fl_dpgan.privacy.ledger import LedgerReader
-    from fl_dpgan.privacy.verify import verify
 
     ledger, order = check_ledger(file), None
     if ledger.status == "ok":
-        order = verify(file.ledger).order
+        with closing(LedgerReader(file.ledger)) as opened:  # it has just been verified
+            order = opened.account.order
     try:
         plan = federation.site_plan(file.policy.declared_size, order or file.policy.ledger_order)
     except ConfigError as error:

@@ -25,6 +25,11 @@ class SiteRecord:
     head: str = ""  # newest hash of the site's ledger that was seen
     withdrawn: str = ""
 
+    @classmethod
+    def recalled(cls, node: int, memory: dict[str, Any]) -> "SiteRecord":
+        """The site as a checkpoint's `memory` has it, at this node."""
+        return cls(node, **{**memory, "plan": SitePlan.model_validate(memory["plan"])})
+
     @property
     def epsilon(self) -> float:
         """The run's epsilon at this site, recomputed from the plan and from what was asked for."""

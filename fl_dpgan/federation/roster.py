@@ -12,7 +12,6 @@ from fl_dpgan.errors import ConfigError, FederationError, WireError
 from fl_dpgan.federation import wire
 from fl_dpgan.federation.envelope import unpack_parts
 from fl_dpgan.federation.exchange import SiteRecord
-from fl_dpgan.privacy.plan import SitePlan
 
 #: Seconds between two looks at which nodes are there.
 _PAUSE = 0.5
@@ -151,12 +150,11 @@ class Roster:
             return
         # a resumed run goes on with the plan that the site has accepted
         memory = self.memory.get(hello.site)
-        kept = (
-            {**memory, "plan": SitePlan.model_validate(memory["plan"])}
+        self.sites[hello.site] = (
+            SiteRecord.recalled(node, memory)
             if memory
-            else {"plan": self._plan.site_plan(hello.declared_size, hello.order)}
+            else SiteRecord(node, self._plan.site_plan(hello.declared_size, hello.order))
         )
-        self.sites[hello.site] = SiteRecord(node, **kept)
 
 
 def _hello(header: str) -> wire.Hello:

@@ -426,8 +426,7 @@ class FedDPGAN(Strategy):
         """Take what was asked after the checkpoint for charged: the start that asked has ended before it could tell."""
         for mechanism, sites in self._folder.asked():
             for name, memory in sites.items():
-                known = self._roster.memory.get(name, memory)
-                record = SiteRecord(0, **{**known, "plan": SitePlan.model_validate(known["plan"])})
+                record = SiteRecord.recalled(0, self._roster.memory.get(name, memory))
                 record.count(mechanism)
                 self._roster.memory[name] = record.memory
 

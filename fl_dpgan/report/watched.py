@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from fl_dpgan.errors import RunFolderError
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.runs import RunFolder
+from fl_dpgan.text import printable
 
 #: With these a site did not answer in the round, or was not asked.
 _UNSEEN = ("silent", "left out", "not asked", "withdrawn", "absent")
@@ -152,4 +153,4 @@ def _number(value: float | None) -> str:
 
 def _text(value: str, style: str = "") -> Text:
     """Names and reasons come from other machines: nothing in them acts on the terminal."""
-    return Text("".join(char if char.isprintable() else "?" for char in value), style=style)
+    return Text(printable(value, None), style=style)

@@ -21,7 +21,6 @@ from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage, ge
 from fl_dpgan.config import load_federation
 from fl_dpgan.federation.exchange import SiteRecord
 from fl_dpgan.privacy.ledger import LedgerReader
-from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.privacy.verify import verify
 from fl_dpgan.report.budgets import budget_rows
 from fl_dpgan.report.synthetic import run_generator
@@ -217,7 +216,7 @@ def test_a_federation_of_real_processes_survives_what_befalls_it(deployment, tmp
             charged = ledger.steps()
             assert spent["spent"] == pytest.approx(ledger.epsilon())
         known = meta["sites"][name]
-        record = SiteRecord(0, **{**known, "plan": SitePlan.model_validate(known["plan"])})
+        record = SiteRecord.recalled(0, known)
         asked = [status for status in deployment.statuses(name) if status not in ("withdrawn", "absent")]
         assert record.steps >= charged and record.steps >= STEPS * len(asked)
         assert spent["spent"] <= record.epsilon + 1e-9
