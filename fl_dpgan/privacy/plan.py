@@ -12,7 +12,7 @@ from fl_dpgan.privacy.accountant import ORDERS, Event, best_order, calibrate, ep
 from fl_dpgan.privacy.clipping import ClippingRule, EpsilonAdaptive, Quantile
 from fl_dpgan.privacy.entries import Unit
 from fl_dpgan.privacy.moments import Features
-from fl_dpgan.privacy.noise import KeyedGenerator
+from fl_dpgan.privacy.noise import KeyedGenerator, noised
 from fl_dpgan.privacy.units import Indices, Units
 
 if TYPE_CHECKING:
@@ -253,13 +253,12 @@ class SitePlan(BaseModel):
         drawn = np.flatnonzero(random.bernoulli(len(units), self.sample_rate)).astype(np.int64)
         return units.records(drawn, random)
 
-    def noise(self, template: "Tensor", clipping_norm: float, random: KeyedGenerator) -> "Tensor":
-        """Gaussian noise for a sum of gradients clipped to `clipping_norm`, in the shape of `template`."""
+    def noised(self, total: "Tensor", clipping_norm: float, random: KeyedGenerator) -> "Tensor":
+        """A sum of gradients clipped to `clipping_norm` plus its Gaussian noise, on a grid that no record acts on."""
         sigma = self.noise_multiplier
         if isinstance(self.clipping, Quantile):
             sigma = self.clipping.gradient_noise(sigma)
-        draw = random.normal(template.numel()) * (sigma * clipping_norm)
-        return template.new_tensor(draw).view_as(template)
+        return noised(total, sigma * clipping_norm, random).to(total)
 
     def _steps(self, count: int) -> Event:
         return Event(self.sample_rate, self.noise_multiplier, count, self.update)

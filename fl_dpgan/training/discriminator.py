@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fl_dpgan.privacy.clipping import ClippingRule, Quantile
 from fl_dpgan.privacy.engines import Engine, OpacusEngine
-from fl_dpgan.privacy.noise import KeyedGenerator
+from fl_dpgan.privacy.noise import KeyedGenerator, noised
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.training.records import Records
 
@@ -97,10 +97,10 @@ def local_update(
             reals = data.batch(plan.sample(data.units, random))
             total, count = summed_gradient(sums, reals, fakes, c, rule)
             for parameter, clipped in zip(discriminator.parameters(), total, strict=True):
-                parameter.grad = (clipped + plan.noise(clipped, c, random)) / (2 * plan.batch_size)
+                parameter.grad = plan.noised(clipped, c, random) / (2 * plan.batch_size)
             if isinstance(rule, Quantile):
-                noised = count + rule.count_noise * float(random.normal(1)[0])
-                followed = rule.following(c, noised, plan.batch_size)
+                counted = noised(torch.tensor(count, dtype=torch.float64), rule.count_noise, random)
+                followed = rule.following(c, float(counted), plan.batch_size)
             optimizer.step()
     finally:
         sums.close()

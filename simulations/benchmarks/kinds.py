@@ -59,7 +59,7 @@ def ours(model: nn.Module, batch: Batch, noise: float) -> Step:
     def step() -> None:
         total, _ = engine.clipped_sum(*batch, C, plan.clipping)
         for parameter, clipped in zip(model.parameters(), total, strict=True):
-            noised = clipped + plan.noise(clipped, C, random) if noise else clipped
+            noised = plan.noised(clipped, C, random) if noise else clipped
             parameter.grad = noised / samples
         optimizer.step()
 

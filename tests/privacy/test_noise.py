@@ -3,6 +3,8 @@
 Error rates are those of a correct generator over the choice of the seed.
 """
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -131,7 +133,7 @@ def test_a_sample_holds_each_index_at_most_once_and_only_records_that_exist():
 def test_noise_has_standard_deviation_sigma_times_c_of_its_step(step):
     site = plan()
     noise = (
-        site.noise(torch.zeros(300, 200), site.clipping_norm(step), KeyedGenerator.from_seed("noise", step))
+        site.noised(torch.zeros(300, 200), site.clipping_norm(step), KeyedGenerator.from_seed("noise", step))
         .double()
         .numpy()
         .ravel()
@@ -143,3 +145,18 @@ def test_noise_has_standard_deviation_sigma_times_c_of_its_step(step):
 
 def test_noise_of_a_late_step_is_scaled_by_a_smaller_norm():
     assert plan().clipping_norm(7) < plan().clipping_norm(0) == 3.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("norm", [0.3, 1.0, 700.0])
+def test_a_noised_sum_lies_on_a_grid_of_a_power_of_two_whatever_was_added_up(dtype, norm):
+    """A float's lowest bits could tell which sum the noise was added to (Mironov, CCS 2012)."""
+    sums = 100 * norm * torch.randn(2000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    site = plan()
+    found = site.noised(sums.to(dtype), norm, KeyedGenerator.from_seed("grid"))
+    assert found.dtype == dtype
+    steps = found.double() / 2.0 ** math.floor(math.log2(1.7 * norm / 1024))
+    assert torch.equal(steps, steps.round())
+    assert len(steps.unique()) > 1900
+    exact = sums.to(dtype).double().numpy() + 1.7 * norm * KeyedGenerator.from_seed("grid").normal(2000)
+    np.testing.assert_allclose(found.double().numpy(), exact, rtol=0, atol=1.7 * norm / 2048)

@@ -209,9 +209,9 @@ def test_invariant_5_quantile_charges_the_plans_noise_multiplier_and_draws_the_g
     plan = site_plan(rule)
     assert plan.event.noise_multiplier == 0.8
     larger = (0.8**-2 - 1.4**-2) ** -0.5
-    drawn = plan.noise(torch.zeros(30, 1000, dtype=torch.float64), 0.25, KeyedGenerator.from_seed(3))
+    drawn = plan.noised(torch.zeros(30, 1000, dtype=torch.float64), 0.25, KeyedGenerator.from_seed(3))
     expected = KeyedGenerator.from_seed(3).normal(30_000) * larger * 0.25
-    np.testing.assert_allclose(drawn.numpy().ravel(), expected, rtol=1e-12)
+    np.testing.assert_allclose(drawn.numpy().ravel(), expected, rtol=0, atol=larger * 0.25 / 2048)
     assert float(drawn.std()) == pytest.approx(larger * 0.25, rel=0.02)  # 5 sigma of the estimate
 
 
@@ -255,8 +255,9 @@ def test_quantile_steps_equal_a_computation_by_hand():
     following = local_update(
         found, g, optimizer, Records(images, labels), plan, first_step=0, random=KeyedGenerator.from_seed(4)
     )
-    assert following == pytest.approx(c, rel=1e-9)
-    torch.testing.assert_close(flat(found.parameters()), flat(model.parameters()), rtol=1e-4, atol=1e-5)
+    # half a step of the noises' grids, twice
+    assert following == pytest.approx(c, rel=2 * 0.7 / 2048 / 5)
+    torch.testing.assert_close(flat(found.parameters()), flat(model.parameters()), rtol=1e-4, atol=1e-4)
 
 
 def test_quantile_c_looks_at_the_noised_count_alone():

@@ -85,6 +85,11 @@ def by_hand(model, images, labels, plan, step, random, fakes=None):
     return len(chosen), expected
 
 
+def rounding(plan, steps=1):
+    """How far a computation without the noise's grid may lie from the parameters after so many of `by_hand`'s steps."""
+    return steps * plan.noise_multiplier * plan.clipping.largest / 2048 / (2 * plan.batch_size) + 1e-5
+
+
 def update(model, data, plan, seed, first_step=0, learning_rate=1.0):
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
     random = KeyedGenerator.from_seed(seed)
@@ -147,7 +152,7 @@ def test_one_step_equals_a_computation_by_hand(first_step):
     drawn, expected = by_hand(discriminator(), images, labels, plan, first_step, KeyedGenerator.from_seed(11))
     assert drawn > 0
     update(model, (images, labels), plan, 11, first_step)
-    assert_all_close(model.parameters(), expected)
+    assert_all_close(model.parameters(), expected, rounding(plan))
 
 
 def test_the_steps_of_an_update_follow_one_another_with_their_own_clipping_norms():
@@ -161,7 +166,7 @@ def test_the_steps_of_an_update_follow_one_another_with_their_own_clipping_norms
                 p.copy_(new)
     found = discriminator()
     update(found, (images, labels), site_plan(d_steps=2, rounds=2), 12, first_step=2)
-    assert_all_close(found.parameters(), list(model.state_dict().values()))
+    assert_all_close(found.parameters(), list(model.state_dict().values()), rounding(once, steps=2))
 
 
 @pytest.mark.parametrize("records", [0, 2])
@@ -172,7 +177,7 @@ def test_invariant_7_an_empty_poisson_batch_is_noised_and_steps(records):
     assert drawn == 0
     model = discriminator()
     update(model, (images, labels), plan, 13)
-    assert_all_close(model.parameters(), expected)
+    assert_all_close(model.parameters(), expected, rounding(plan))
     quiet = looped(discriminator(), images_and_labels(0), images_and_labels(1), 0.5)
     moved = length([a - b for a, b in zip(discriminator().parameters(), model.parameters(), strict=True)])
     assert moved > 2 * length(quiet) / (2 * plan.batch_size)  # twice what the fake alone could do: noise was added
@@ -210,7 +215,7 @@ def test_an_oversized_batch_takes_several_passes_and_equals_one_pass():
     model.features.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
     with passes_of(6):
         update(model, (images, labels), plan, 15)
-    assert_all_close(model.parameters(), expected)
+    assert_all_close(model.parameters(), expected, rounding(plan))
     assert len(sizes) > 2 and max(sizes) <= 6
     assert sum(sizes) >= drawn + plan.batch_size
 
