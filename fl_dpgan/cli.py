@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from fl_dpgan.commands import budget, server, site
+from fl_dpgan.commands.audit import audit
 from fl_dpgan.commands.check import check_server, check_site
 from fl_dpgan.commands.evaluate import DataDir, RunPath, evaluate
 from fl_dpgan.commands.serve import serve
@@ -108,6 +109,7 @@ def generate(
     console.print(f"{count} images and card.json written to {out}")
 
 
+app.command()(audit)
 app.command()(evaluate)
 app.command()(watch)
 
