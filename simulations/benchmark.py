@@ -46,6 +46,19 @@ def guard(rounds: Rounds = 9, file: JsonFile = None) -> None:
     show("guard", measure(rounds), render, started, file)
 
 
+@app.command()
+def audit(
+    seeds: Annotated[int, typer.Option(min=1, help="Audits of each plan.")] = 100,
+    runs: Annotated[int, typer.Option(min=40, help="Runs of each audit.")] = 1000,
+    file: JsonFile = None,
+) -> None:
+    """How often an audit in many runs contradicts honest code."""
+    from simulations.benchmarks.audit import measure, render
+
+    started = environment()
+    show("audit", measure(seeds, runs), render, started, file)
+
+
 @speed.command()
 def step(
     rounds: Rounds = 9,

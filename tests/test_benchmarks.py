@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from simulations.benchmark import app
 
 TINY = {
+    "audit": "audit --seeds 1 --runs 40",
     "ledger": "ledger --rounds 1 --before 3 --events 20",
     "step": "speed step --rounds 1 --samples 8 --width 4 --threads 1",
     "startup": "speed startup --rounds 1",
