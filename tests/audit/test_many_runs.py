@@ -13,8 +13,8 @@ from fl_dpgan.training import discriminator
 torch.set_num_threads(1)
 
 
-def plan(*, size=10, batch=10, steps=1, rounds=1, rule=None, **more):
-    privacy = PrivacyConfig(batch_size=batch, eps_max=1.0, delta=0.01, clipping=rule or Fixed(c=0.8), **more)
+def plan(*, size=10, batch=10, steps=1, rounds=1, rule=None, epsilon=1.0, **more):
+    privacy = PrivacyConfig(batch_size=batch, eps_max=epsilon, delta=0.01, clipping=rule or Fixed(c=0.8), **more)
     return SitePlan.derive(privacy, declared_size=size, d_steps=steps, rounds=rounds)
 
 
@@ -46,11 +46,10 @@ def test_honest_steps_do_not_contradict_their_claim(chosen):
     assert found.points[0].x == 0.01 and found.points[0].claimed == pytest.approx(1.0, abs=2e-3)
 
 
-def test_honest_steps_show_a_bound_above_nothing():
-    """A Gaussian at this sigma, 2.2, is no coin: at the canary's side of the middle 59 % are found for 41 % alarms."""
-    found = run(plan(), runs=1500)
+def test_honest_steps_at_a_large_epsilon_show_a_good_part_of_it():
+    found = run(plan(epsilon=8.0))
     assert found.holds
-    assert 0 < max(point.bound for point in found.points) < 1
+    assert 1.5 < max(point.bound for point in found.points) < 8
 
 
 @pytest.mark.parametrize("chosen", [plan(), plan(batch=4, steps=4)], ids=["one step of all", "four steps of samples"])
@@ -62,9 +61,10 @@ def test_noise_left_out_or_far_too_small_is_found(monkeypatch, chosen, factor):
     assert "FALSE" in found.verdict
 
 
-def test_half_the_noise_is_found(monkeypatch):
-    monkeypatch.setattr(SitePlan, "noised", with_noise_of(0.5))
-    assert not run(plan(), runs=4000).holds
+def test_a_part_of_the_noise_is_found_out(monkeypatch, thorough):
+    runs, factor = (4000, 0.5) if thorough else (1000, 0.3)  # the nearer to honest, the more runs
+    monkeypatch.setattr(SitePlan, "noised", with_noise_of(factor))
+    assert not run(plan(), runs=runs).holds
 
 
 def test_a_sum_clipped_to_more_than_the_noise_is_made_for_is_found(monkeypatch):
