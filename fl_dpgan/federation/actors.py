@@ -1,6 +1,6 @@
 """Flower's pool of Ray actors, in which a new actor takes the place of one that has died.
 
-Flower 1.42 puts a dead actor back, where it fails at once, is free again, and so gets nearly every message that follows.
+Flower 1.42 puts a dead actor back: there it fails at once, is free again, and so gets nearly every later message.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from fl_dpgan.errors import FederationError
 
 
 class RenewedActorPool(BasicActorPool):
-    """The message that a dead actor had is lost, and its sites are left out of one round; the next ones are answered."""
+    """The message that a dead actor had is lost, and its sites are left out of one round; later ones are answered."""
 
     def fetch_result_and_return_actor_to_pool(self, future: Any) -> tuple[Message, Context]:
         """A message's answer, after which its actor is free.
