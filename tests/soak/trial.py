@@ -42,10 +42,10 @@ class Running:
 
 
 class Trial:
-    """One schedule on its processes."""
+    """One schedule on its processes; each calls `plant` before it begins, so that a fault of ours can be put in."""
 
-    def __init__(self, schedule: Schedule, folder: Path) -> None:
-        self.schedule, self.board = schedule, Board(schedule)
+    def __init__(self, schedule: Schedule, folder: Path, plant: Callable[[], None] = lambda: None) -> None:
+        self.schedule, self.board, self._plant = schedule, Board(schedule), plant
         self.home = Home(folder, schedule)
         self.journals: dict[str, list[Journal]] = {}
         self.exits: list[Exit] = []
@@ -103,7 +103,12 @@ class Trial:
         journal = Journal()
         self.journals.setdefault(name, []).append(journal)
         process.starts += 1
-        process.pid = spawn(lambda: process.work(journal), self._said(process))
+
+        def work() -> None:
+            self._plant()
+            process.work(journal)
+
+        process.pid = spawn(work, self._said(process))
         if process.role == "node":
             self.board.present[process.number] = 1
 
