@@ -39,6 +39,13 @@ def thorough(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
+def takes_minutes(thorough: bool) -> None:
+    """For tests that take minutes."""
+    if not thorough:
+        pytest.skip("takes minutes: run by `make soak`")
+
+
+@pytest.fixture
 def schedules(request: pytest.FixtureRequest) -> range:
     """The numbers of the schedules of faults that are to be carried out."""
     first = request.config.getoption("--first-schedule")

@@ -6,6 +6,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from signal import SIGKILL, SIGTERM
 from typing import Any
 
 import numpy as np
@@ -122,8 +123,8 @@ def order(found: Evidence) -> Iterator[str]:
     """A site trains right after a charge, and not otherwise."""
     for site in NAMES:
         for start in found.guards[site]:
-            kinds = [fields["kind"] for fields, _ in start]
-            if any(kind == "training" and before != "charged" for before, kind in itertools.pairwise(["", *kinds])):
+            kinds = [fields["kind"] for fields, _ in start if fields["kind"] in ("charged", "training")]
+            if any(pair == ("training", "training") for pair in itertools.pairwise(["training", *kinds])):
                 yield f"{site} has trained without a charge right before"
 
 
@@ -189,12 +190,12 @@ def said(found: Evidence) -> Iterator[str]:
     """Nobody is shown a traceback, and a command that fails says why on one line."""
     for end in found.exits:
         who = f"{end.role}-{end.number}"
-        if end.code not in (0, 2, -9):
+        if end.code not in (0, 2, -SIGKILL, -SIGTERM):
             yield f"{who} ended with {end.code}"
         if "Traceback" in end.said:
             yield f"{who} shows a traceback: {end.said.strip().splitlines()[-1]}"
         errors = [line for line in end.said.splitlines() if line.startswith("error: ")]
         if end.code == 2 and len(errors) != 1:
             yield f"{who} failed with {len(errors)} lines of error"
-        if end.role == "server" and end.said.count("\n") > (end.code == 2):
-            yield f"the server says more than its error: {end.said.strip().splitlines()[0]}"
+        if end.role == "server" and len(end.said.splitlines()) > len(errors[:1]):
+            yield f"the server says more than its error: {end.said.strip().splitlines()[-1]}"

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,10 @@ class Node:
         self._held: list[socket.socket] = []  # whoever waits there waits in vain
 
     def attend(self, connection: socket.socket) -> None:
-        header, body = frames.receive(connection, largest=1 << 24, seconds=30)
+        try:
+            header, body = frames.receive(connection, largest=1 << 24, seconds=30)
+        except WireError:
+            return  # the server was killed as it sent
         number = json.loads(header["header"]).get("round", 0)
         self._reached("given", number)
         if self._strikes("request lost", number) or (header["kind"] == "query" and self._strikes("introduction", 0)):
@@ -142,7 +146,8 @@ class Node:
             if self._strikes("slow site", number):
                 time.sleep(1.3 * TIMEOUT)
             text, body = self._made_of(answer, number)
-            frames.send(connection, {"state": "answer", "header": text}, body)
+            with suppress(ConnectionError):  # whoever asked has been killed
+                frames.send(connection, {"state": "answer", "header": text}, body)
 
     def _made_of(self, answer: tuple[str, bytes], number: int) -> tuple[str, bytes]:
         """The answer as it is passed on: one that trained may be made a lie."""

@@ -63,8 +63,8 @@ def _a_second_answer(found):
 
 
 def _trained_first(found):
-    place = [fields["kind"] for fields, _ in found.guards["site-1"][0]].index("training")
     notes = found.guards["site-1"][0]
+    place = [fields["kind"] for fields, _ in notes].index("training")
     notes[place - 1 : place + 1] = notes[place - 1 : place + 1][::-1]
 
 
