@@ -182,7 +182,8 @@ def course(found: Evidence) -> Iterator[str]:
         yield f"the run stopped, with budgets that suffice: {stopped[0]['stopped']}"
     if not stopped and len(numbers) != found.schedule.rounds:
         yield f"the run ended after {len(numbers)} of {found.schedule.rounds} rounds"
-    if not stopped and found.asked:
+    killed = any(fault.kind == "server killed" for fault in found.struck)  # between the checkpoint and its removal
+    if not stopped and found.asked and not killed:
         yield "what was asked is kept beside the checkpoint that counts it"
 
 
