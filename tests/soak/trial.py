@@ -1,6 +1,7 @@
 """Carries a schedule out on real processes, and gathers the evidence of what they did."""
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -140,7 +141,8 @@ class Trial:
                 self._ended(process, _waited(process.pid or 0, 10))
 
     def _evidence(self, ended: bool) -> Evidence:
-        self._make_room()
+        for disk in self.home.disks:
+            disk.empty(None)
         ledgers, verified = {}, {}
         for number, name in enumerate(NAMES):
             ledgers[name], verified[name] = entries(self.home.ledger(number)), fault_of(self.home.ledger(number))
@@ -168,10 +170,12 @@ class Trial:
 def spawn(work: Callable[[], None], said: Path) -> int:
     """Fork a process that does this and ends: with 2 and one line on an error for its user, as every command does."""
     runner = os.getpid()
+    said.touch()  # it may be killed before it could
     pid = os.fork()
     if pid:
         return pid
     code = 1
+    gc.freeze()  # what is collected here only would be copied to be looked at
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive the runner
         if os.getppid() == runner:
