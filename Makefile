@@ -2,7 +2,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test check
+# Of `make soak`: how many schedules of random faults, and the number of the first.
+SCHEDULES ?= 300
+FIRST := $(or $(FIRST),$(shell date +%s))
+
+.PHONY: setup demo test check soak
 
 setup: $(STAMP)
 
@@ -25,3 +29,9 @@ check: $(STAMP)
 test: check
 	$(BIN)/python -m pytest -m 'not ray' --numprocesses 3 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m ray
+
+# Faults on real processes, for half an hour: random schedules, then Ray's actors, whole simulations, a deployed
+# federation's ServerApp and SuperLink, all killed. One schedule again: make soak SCHEDULES=1 FIRST=its number
+soak: $(STAMP)
+	$(BIN)/python -m pytest -s tests/soak --schedules $(SCHEDULES) --first-schedule $(FIRST)
+	$(BIN)/python -m pytest --thorough tests/test_simulation.py tests/federation/test_kill.py tests/deploy/test_deployment.py

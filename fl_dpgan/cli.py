@@ -1,12 +1,13 @@
 """The command line: `fl-dpgan simulate`, `generate`, `evaluate` and `report`, and the groups in `commands`."""
 
+import errno
 import json
 import os
 import signal
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -28,6 +29,9 @@ app.add_typer(server.app, name="server")
 server.app.command("check")(check_server)
 console = Console()
 
+#: What a disk that is full, read-only or broken says, whatever is written to it.
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
+
 
 def main() -> None:
     """Entry point: prints a typed error on one line and exits with 2."""
@@ -35,8 +39,16 @@ def main() -> None:
     try:
         app()
     except FlDpganError as error:
-        Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
-        sys.exit(2)
+        _fail(str(error))
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        _fail(f"{error.filename or 'a file'} cannot be written: {error.strerror}; make room or mend the disk")
+
+
+def _fail(message: str) -> NoReturn:
+    Console(stderr=True, soft_wrap=True).print(f"error: {message}", style="red", markup=False, highlight=False)
+    sys.exit(2)
 
 
 def _version(shown: bool) -> None:

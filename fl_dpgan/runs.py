@@ -119,10 +119,15 @@ class RunFolder:
         return self.path / "ledgers" / f"{site}.sqlite"
 
     def save_checkpoint(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        """Replace the checkpoint: one file of safetensors, JSON in its header; a crash leaves the old or the new."""
+        """Replace the checkpoint: one file of safetensors, JSON in its header; a crash leaves the old or the new.
+
+        Raises:
+            RunFolderError: it cannot be written, here as in all that follows.
+        """
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        write_atomically(self.path / "checkpoint.safetensors", save(plain, metadata={"fl_dpgan": json.dumps(meta)}))
-        (self.path / "asked.json").unlink(missing_ok=True)  # the checkpoint counts it
+        with self._writing():
+            write_atomically(self.path / "checkpoint.safetensors", save(plain, metadata={"fl_dpgan": json.dumps(meta)}))
+            (self.path / "asked.json").unlink(missing_ok=True)  # the checkpoint counts it
 
     def load_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The last checkpoint's tensors and JSON; None before the first.
@@ -152,7 +157,8 @@ class RunFolder:
         except Exception as error:  # safetensors raises whatever a strange type or shape brings about
             said = _problem(error)
             raise RunFolderError(
-                f"{file} is damaged ({said}); put back a copy of it, or start a new run in another --out"
+                f"{file} is damaged ({said}); put back a copy of the same round (sites answer none twice), or start a "
+                "new run in another --out"
             ) from error
 
     def note_asked(self, mechanism: Mechanism, sites: dict[str, dict[str, Any]]) -> None:
@@ -162,7 +168,8 @@ class RunFolder:
             sites: by name, what a checkpoint would keep of each.
         """
         asked = [*self.asked(), [mechanism, sites]]
-        write_atomically(self.path / "asked.json", json.dumps(asked).encode())
+        with self._writing():
+            write_atomically(self.path / "asked.json", json.dumps(asked).encode())
 
     def asked(self) -> list[tuple[Mechanism, dict[str, dict[str, Any]]]]:
         """What was asked since the last checkpoint.
@@ -183,8 +190,9 @@ class RunFolder:
     def save_grid(self, grid: Image, round_number: int) -> None:
         """Keep a sample grid of this round's generator."""
         folder = self.path / "samples"
-        folder.mkdir(exist_ok=True)
-        grid.save(folder / f"round-{round_number:04d}.png")
+        with self._writing():
+            folder.mkdir(exist_ok=True)
+            grid.save(folder / f"round-{round_number:04d}.png")
 
     def rounds(self) -> Iterator[dict[str, Any]]:
         """The round log's lines; what is no record, as a line that a crash cut short, is passed over."""
@@ -198,13 +206,25 @@ class RunFolder:
 
     def log_round(self, record: dict[str, Any]) -> None:
         """Append one round to the log."""
-        with (self.path / "rounds.jsonl").open("a", encoding="utf-8") as file:
+        with self._writing(), (self.path / "rounds.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
     def cut_log(self, last_round: int) -> None:
         """Drop the lines after the checkpoint's round; those rounds are done again."""
         kept = [json.dumps(record) + "\n" for record in self.rounds() if record["round"] <= last_round]
-        write_atomically(self.path / "rounds.jsonl", "".join(kept).encode())
+        with self._writing():
+            write_atomically(self.path / "rounds.jsonl", "".join(kept).encode())
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """What keeps a run from writing (a full disk, say) stops it where it can be continued, and says so."""
+        try:
+            yield
+        except OSError as error:
+            raise RunFolderError(
+                f"{self.path} cannot be written: {error.strerror or error}; make room or mend the disk, then continue "
+                "the run from its checkpoint"
+            ) from error
 
 
 class _Memory(BaseModel):

@@ -28,12 +28,28 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="All trials of the long random tests, not a part of them.")
+    parser.addoption("--schedules", type=int, default=30, help="How many schedules of faults tests/soak carries out.")
+    parser.addoption("--first-schedule", type=int, default=0, help="The number of the first of them.")
 
 
 @pytest.fixture
 def thorough(request: pytest.FixtureRequest) -> bool:
     """Whether the long random tests take all of their trials."""
     return bool(request.config.getoption("--thorough"))
+
+
+@pytest.fixture
+def takes_minutes(thorough: bool) -> None:
+    """For tests that take minutes."""
+    if not thorough:
+        pytest.skip("takes minutes: run by `make soak`")
+
+
+@pytest.fixture
+def schedules(request: pytest.FixtureRequest) -> range:
+    """The numbers of the schedules of faults that are to be carried out."""
+    first = request.config.getoption("--first-schedule")
+    return range(first, first + request.config.getoption("--schedules"))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

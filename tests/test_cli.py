@@ -8,6 +8,7 @@ import pytest
 from conftest import run_cli as run
 from PIL import Image
 
+from fl_dpgan import cli
 from fl_dpgan.config import load_scenario
 from fl_dpgan.federation.strategy import FedDPGAN
 from fl_dpgan.networks import from_config
@@ -86,6 +87,17 @@ def test_an_out_that_holds_another_run_is_refused_and_untouched(finished, monkey
     assert run(monkeypatch, "simulate", "digits", "--out", finished) == 2
     assert "is not empty" in capsys.readouterr().err
     assert before == {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()}
+
+
+def test_a_full_disk_is_one_line_and_exit_2_whatever_is_written(monkeypatch, capsys):
+    def full():
+        with open("/dev/full", "w") as disk:
+            disk.write("images")
+
+    monkeypatch.setattr(cli, "app", full)
+    assert run(monkeypatch) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "No space left on device" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", [["report"], ["evaluate"], ["generate", "--out", "x"]])

@@ -2,10 +2,12 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -13,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from fl_dpgan.privacy.ledger import LedgerReader
+from fl_dpgan.privacy.verify import verify
 
 pytestmark = pytest.mark.slow
 SETTINGS = [
@@ -61,6 +64,45 @@ def test_a_run_that_is_killed_is_continued_on_the_same_ledgers_and_leaves_no_pro
         assert len(events) > before[path.name]
     assert (out / "samples.png").is_file()
     assert len(json.loads((out / "budgets.json").read_text())) == 2
+
+
+def actors(run: int) -> list[psutil.Process]:
+    """The processes that hold sites."""
+    found = []
+    for process in psutil.Process(run).children(recursive=True):
+        with suppress(psutil.Error):  # one that ends while it is looked at
+            if "ClientAppActor" in "".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def test_a_dead_actor_costs_its_sites_one_round_and_the_run_goes_on_with_all_of_them(tmp_path, thorough):
+    number, kills = (60, 4) if thorough else (12, 2)
+    out = tmp_path / "out"
+    settings = ["federation.sites=3", "data.declared_size=400", f"training.rounds={number}"]
+    with (tmp_path / "said").open("w") as said:
+        running = subprocess.Popen(
+            command(out, "digits", *SETTINGS, *(f"--set={setting}" for setting in settings)),
+            stdout=said, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    source, killed = random.Random(6), set()
+    for _ in range(kills):
+        began, deadline = len(rounds(out)), time.monotonic() + 240
+        while len(rounds(out)) < began + 2 and running.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(source.uniform(0, 0.2))  # somewhere within a round
+        actor = source.choice([actor for actor in actors(running.pid) if actor not in killed])
+        actor.kill()
+        killed.add(actor)
+    assert running.wait(400) == 0, (tmp_path / "said").read_text()
+    records = [json.loads(line)["sites"].values() for line in (out / "rounds.jsonl").read_text().splitlines()]
+    lost = [site for record in records for site in record if site["status"] != "trained"]
+    # the message that an actor has when it is killed, or the first that it is given afterwards
+    assert len(records) == number and 1 <= len(lost) <= kills, lost
+    assert all("a new one takes its place" in site["reason"] for site in lost)
+    for path in (out / "ledgers").glob("*.sqlite"):
+        verify(path)
+        assert number - len(lost) <= len(LedgerReader(path).charges()) <= number
 
 
 def test_the_same_seed_gives_the_same_generator_bit_for_bit_and_ctrl_c_says_how_to_go_on(tmp_path):

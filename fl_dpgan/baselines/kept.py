@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fl_dpgan.errors import DataError
+from fl_dpgan.errors import DataError, LedgerError
 from fl_dpgan.files import write_atomically
 
 #: Tensors by name, and short texts by key.
@@ -20,12 +20,20 @@ Kept = tuple[dict[str, Tensor], dict[str, str]]
 
 
 def write(path: Path, tensors: dict[str, Tensor], notes: dict[str, str]) -> None:
-    """Replace the file, which none but its owner can read (mode 0600); a crash leaves the old or the new."""
+    """Replace the file, which none but its owner can read (mode 0600); a crash leaves the old or the new.
+
+    Raises:
+        LedgerError: it cannot be written beside the ledger.
+    """
     content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, metadata=notes)
     before = os.umask(0o077)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
+    except OSError as error:
+        raise LedgerError(
+            f"{path} cannot be written: {error.strerror or error}; make room on the ledger's disk"
+        ) from error
     finally:
         os.umask(before)
 

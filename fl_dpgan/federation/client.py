@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from flwr.app import Context, Error, Message, MessageType
 from flwr.clientapp import ClientApp
 
-from fl_dpgan.errors import WireError
+from fl_dpgan.errors import FlDpganError, WireError
 from fl_dpgan.federation import wire
 from fl_dpgan.federation.envelope import pack_parts, unpack_parts
 from fl_dpgan.federation.site import Site
@@ -64,9 +64,11 @@ def respond(message: Message, context: Context, sites_of: Callable[[Context], Si
         pack = Pack([sites] if isinstance(sites, Site) else sites)
         kinds = {MessageType.QUERY: pack.hello, MessageType.TRAIN: pack.train, MessageType.EVALUATE: pack.evaluate}
         return kinds[message.metadata.message_type](message)
+    except FlDpganError as error:
+        _log.error("the site could not answer: %s", error)
     except Exception:
         _log.exception("the site could not answer")
-        return Message(Error(code=2, reason="the site cannot take part; its own log says why"), reply_to=message)
+    return Message(Error(code=2, reason="the site cannot take part; its own log says why"), reply_to=message)
 
 
 def register(app: ClientApp, sites_of: Callable[[Context], Site | Iterable[Site]]) -> None:

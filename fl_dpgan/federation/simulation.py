@@ -227,6 +227,9 @@ def simulate(
     from flwr.simulation.run_simulation import _run_simulation
     from flwr.supercore.telemetry import EventType
 
+    from fl_dpgan.federation.actors import renew_dead_actors
+
+    renew_dead_actors()
     chosen = resources.choose(
         resources.machines(),
         nodes=scenario.federation.nodes,

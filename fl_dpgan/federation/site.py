@@ -12,7 +12,7 @@ from torch import Tensor
 from fl_dpgan.baselines import kept
 from fl_dpgan.baselines.critic import Critic
 from fl_dpgan.baselines.gs_wgan import sanitised_gradient
-from fl_dpgan.errors import BudgetError, DataError, LedgerError, PolicyError, WireError
+from fl_dpgan.errors import BudgetError, DataError, FlDpganError, LedgerError, PolicyError, WireError
 from fl_dpgan.federation import wire
 from fl_dpgan.moments.features import FeatureMap
 from fl_dpgan.moments.release import noised_sums
@@ -104,11 +104,14 @@ class Site:
             return self.refusal(number, "refused", error.rule, str(error))
         except WireError as error:
             return self.refusal(number, "refused", "wire", str(error))
+        # the boundary: Flower would send the exception's text to the server, and a text may quote a record
+        except FlDpganError as error:
+            _log.error("site %s failed in round %d: %s", self.name, number, error)
         except Exception:
-            # the boundary: Flower would send the exception's text to the server, and a text may quote a record
             _log.exception("site %s failed in round %d", self.name, number)
-            return self.refusal(number, "failed", "", "an error at the site, written to its own log")
-        return answer.header, answer.body
+        else:
+            return answer.header, answer.body
+        return self.refusal(number, "failed", "", "an error at the site, written to its own log")
 
     def refusal(self, number: int, status: Any, rule: str, reason: str) -> tuple[str, bytes]:
         """An answer without weights to the request of round `number`."""
@@ -137,6 +140,12 @@ class Site:
                         "repeated", f"request {request.id} was answered before, with other content; ask for a new round"
                     )
                 return stored
+            if ledger.answered(request.id):
+                raise PolicyError(
+                    "repeated",
+                    f"request {request.id} was answered before, and its answer is no longer kept; nothing is drawn "
+                    "twice: ask for a new round, or start a new run",
+                )
             if request.mechanism == "evaluation_count":
                 return self._count(ledger, request, tensors, digest)
             if request.mechanism == "moment_release":

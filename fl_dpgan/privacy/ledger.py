@@ -48,6 +48,7 @@ CREATE TABLE answers (run TEXT NOT NULL, mechanism TEXT NOT NULL, request TEXT N
   header TEXT NOT NULL, body BLOB NOT NULL, state BLOB NOT NULL, PRIMARY KEY (run, mechanism)) STRICT;
 CREATE INDEX entries_kinds ON entries (kind);
 CREATE INDEX entries_costs ON entries (budget, run, mechanism, sample_rate, noise_multiplier, count);
+CREATE INDEX entries_requests ON entries (payload ->> '$.request') WHERE kind = 'charge';
 CREATE TRIGGER entries_no_update BEFORE UPDATE ON entries BEGIN SELECT RAISE(ABORT, 'entries are append-only'); END;
 CREATE TRIGGER entries_no_delete BEFORE DELETE ON entries BEGIN SELECT RAISE(ABORT, 'entries are append-only'); END;
 CREATE TRIGGER entries_no_replace BEFORE INSERT ON entries WHEN EXISTS (SELECT 1 FROM entries WHERE seq >= NEW.seq)
@@ -169,6 +170,17 @@ class LedgerReader:
                 (run, mechanism),
             ).fetchone()
         return StoredAnswer(*row) if row else None
+
+    def answered(self, request: str) -> bool:
+        """Whether an answer to this request was stored once, so that it may have been handed out."""
+        with self._errors():
+            found = self._db.execute(
+                "SELECT 1 FROM entries AS paid WHERE kind = 'charge' AND payload ->> '$.request' = ? AND EXISTS "
+                "(SELECT 1 FROM entries WHERE kind = 'release' AND seq > paid.seq "  # nearly always the next one
+                "AND payload ->> '$.event' = paid.seq)",
+                (request,),
+            ).fetchone()
+        return found is not None
 
     def declarations(self) -> list[Declaration]:
         """The budgets opened beside the first, in order."""

@@ -5,14 +5,18 @@ back, a node that nobody registered is turned away, and one site runs out of bud
 """
 
 import json
+import random
 import re
 import signal
 import struct
 import subprocess
+import time
 from contextlib import closing
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 from pydicom.dataset import FileDataset, FileMetaDataset
@@ -87,14 +91,14 @@ def npz_file(home: Path) -> Path:
 
 def federation_file(path: Path) -> None:
     """Fill in the template that `server init` wrote."""
-    lines, table = [], ""
+    lines, table, given = [], "", deepcopy(FEDERATION)
     for line in path.read_text().splitlines():
         if line.startswith("["):
             table = line.strip("[]")
         key = line.partition(" = ")[0]
-        lines.append(f"{key} = {FEDERATION[table].pop(key)}" if key in FEDERATION.get(table, {}) else line)
+        lines.append(f"{key} = {given[table].pop(key)}" if key in given.get(table, {}) else line)
     text = "\n".join(lines) + "\n"
-    for table, rest in FEDERATION.items():
+    for table, rest in given.items():
         more = "\n".join(f"{key} = {value}" for key, value in rest.items())
         text = text.replace(f"[{table}]", f"[{table}]\n{more}")
     path.write_text(text)
@@ -118,7 +122,7 @@ class Deployment:
         )
         federation_file(self.server / "federation.toml")
         self.processes: list[Process] = []
-        self.superlink = self.process(home / "superlink.log", "server", "start", self.server, "--local")
+        self.superlink = self.start_superlink()
         federation = load_federation(self.server / "federation.toml")
         self.three_rounds = federation.site_plan(100, 3.0).epsilon_after(3 * STEPS, 0)
         kinds = {"north": (png_folder, "folder", 50.0), "east": (dicom_folder, "folder", 50.0),
@@ -140,6 +144,9 @@ class Deployment:
         """As soon as the SuperLink answers."""
         command = [FL_DPGAN, "server", "register", str(self.server), str(key), name]
         wait(lambda: subprocess.run(command, capture_output=True, check=False).returncode == 0, 60, "a registration")
+
+    def start_superlink(self) -> Process:
+        return self.process(self.server.parent / "superlink.log", "server", "start", self.server, "--local")
 
     def process(self, log: Path, *arguments: object) -> Process:
         made = Process(log, *arguments)
@@ -236,6 +243,56 @@ def test_a_federation_of_real_processes_survives_what_befalls_it(deployment, tmp
         assert len(headers) > 2
         for header in headers:
             assert not {COUNT, 120, str(COUNT)} & set(json.loads(header).values()), (name, header)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("takes_minutes")
+def test_a_serverapp_and_a_superlink_that_are_killed_lose_no_round_that_was_kept(deployment, tmp_path):
+    for site in deployment.sites.values():
+        site.start_guard()
+        site.start_node()
+    for site in deployment.sites.values():
+        wait(lambda site=site: "listening on" in site.guard.said(), 60, "a guard listens")
+    command = ("server", "run", deployment.server / "federation.toml", "--out", deployment.out)
+    running = deployment.process(tmp_path / "run.log", *command)
+    seed = random.randrange(2**32)
+    source = random.Random(seed)
+    print(f"seed {seed}")
+
+    def within_a_round() -> None:
+        began = len(deployment.rounds())
+        wait(lambda: len(deployment.rounds()) > began, 240, f"a round after {began}, seed {seed}")
+        time.sleep(source.uniform(0, 8))
+
+    within_a_round()
+    (app,) = serverapps(deployment)
+    app.kill()
+    within_a_round()
+    kept = [record for record in deployment.rounds()][:-1]  # the last one may have been logged, and not kept yet
+    family = psutil.Process(deployment.superlink.process.pid).children(recursive=True)
+    deployment.superlink.process.kill()
+    assert deployment.superlink.process.wait() == -signal.SIGKILL
+    psutil.wait_procs(family, timeout=source.uniform(0, 20))
+    deployment.superlink = deployment.start_superlink()
+
+    assert running.process.wait(400) == 0, running.said()
+    records = deployment.rounds()
+    assert [record["round"] for record in records] == list(range(1, ROUNDS + 1))
+    assert records[: len(kept)] == kept
+    assert "Traceback" not in running.said(), running.said()
+    _, meta = run_generator(RunFolder.open(deployment.out))
+    for name, site in deployment.sites.items():
+        verify(site.ledger)
+        with closing(LedgerReader(site.ledger)) as ledger:
+            assert SiteRecord.recalled(0, meta["sites"][name]).steps >= ledger.steps() >= STEPS
+            assert ledger.counts()[1] == 0  # no guard was disturbed: whatever was charged was answered
+            requests = [charge.request for charge in ledger.charges()]
+        assert len(set(requests)) == len(requests)  # a round that is asked again gets the stored answer
+
+
+def serverapps(deployment: Deployment) -> list[psutil.Process]:
+    family = psutil.Process(deployment.superlink.process.pid).children(recursive=True)
+    return [process for process in family if any("flwr-serverapp" in word for word in process.cmdline())]
 
 
 def leaves_nothing(said: bytes, name: str) -> None:

@@ -1,6 +1,7 @@
 """A site charges before it answers, answers a repetition with the same bytes, and says nothing of its records."""
 
 import json
+import sqlite3
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from fl_dpgan.errors import ConfigError, DataError
 from fl_dpgan.federation import site as site_module
 from fl_dpgan.federation import wire
 from fl_dpgan.federation.client import Pack
-from fl_dpgan.privacy.ledger import LedgerReader
+from fl_dpgan.privacy.ledger import Ledger, LedgerReader
 
 
 def answer(message):
@@ -51,6 +52,17 @@ def test_invariant_2_charge_is_durable_before_training_and_a_crash_after_it_stay
     assert len(events(fed)) == 1
 
 
+def test_a_ledger_on_a_full_disk_is_one_line_in_the_sites_log_and_the_server_is_told_nothing_of_it(
+    federation, monkeypatch, caplog
+):
+    fed = federation()
+    monkeypatch.setattr(Ledger, "_append", lambda *args: (_ for _ in ()).throw(sqlite3.OperationalError("disk full")))
+    header, tensors = answer(Pack([fed.sites[0]]).train(fed.request()))
+    assert (header.status, tensors) == ("failed", b"") and "disk" not in header.reason
+    (record,) = caplog.records
+    assert "disk full" in record.getMessage() and record.exc_info is None and "\n" not in record.getMessage()
+
+
 def test_invariant_2_a_repeated_request_gets_the_stored_bytes_and_no_second_charge(federation):
     fed = federation()
     request = fed.request()
@@ -58,6 +70,16 @@ def test_invariant_2_a_repeated_request_gets_the_stored_bytes_and_no_second_char
     again = answer(Pack([fed.site(0)]).train(request))  # a new process: nothing but the ledger is shared
     assert again == first
     assert len(events(fed)) == 1
+
+
+def test_invariant_2_a_request_repeated_after_a_later_round_is_refused_and_not_drawn_again(federation):
+    fed = federation()
+    pack, first, second = Pack([fed.sites[0]]), fed.request(0, 1), fed.request(0, 2)
+    answers = [answer(pack.train(request)) for request in (first, second)]
+    late, nothing = answer(pack.train(first))  # the bytes of the first answer are gone
+    assert (late.status, late.rule, nothing) == ("refused", "repeated", b"")
+    assert answer(pack.train(second)) == answers[1]
+    assert len(events(fed)) == 2
 
 
 def test_a_request_repeated_with_other_content_is_refused(federation):
