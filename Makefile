@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test check
+.PHONY: setup demo test check coverage mutants
 
 setup: $(STAMP)
 
@@ -25,3 +25,13 @@ check: $(STAMP)
 test: check
 	$(BIN)/python -m pytest -m 'not ray' --numprocesses 3 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m ray
+
+# Branches of what the guarantee rests on; beside `make test`, for it takes as long again.
+coverage: $(STAMP)
+	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered --cov-fail-under=95 -m 'not ray' \
+	    --numprocesses 3 --dist loadfile --no-loadscope-reorder \
+	    tests/privacy tests/training tests/federation tests/baselines tests/moments tests/test_*.py
+
+# Whether the tests notice a fault in the accountant, the clipping rules or the ledger.
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants.py

@@ -53,8 +53,10 @@ _OPERATORS = [
     )),
 ]  # fmt: skip
 #: What the tests import, but for the package itself.
-_HEAVY = ("dp_accounting.pld", "dp_accounting.rdp", "flwr.app", "hypothesis", "opacus.accountants.analysis.rdp", "opacus",
-          "pydantic", "pytest", "safetensors.torch", "scipy.integrate", "scipy.stats", "torch")  # fmt: skip
+_HEAVY = (
+    "dp_accounting.pld", "dp_accounting.rdp", "flwr.app", "hypothesis", "opacus", "opacus.accountants.analysis.rdp",
+    "pydantic", "pytest", "safetensors.torch", "scipy.integrate", "scipy.stats", "torch",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

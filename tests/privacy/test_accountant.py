@@ -176,3 +176,14 @@ def test_epsilon_does_not_fall_as_rdp_grows(small, more, order):
 def test_an_impossible_event_is_a_config_error(sample_rate, sigma, count):
     with pytest.raises(ConfigError):
         Event(sample_rate, sigma, count)
+
+
+def test_a_mechanism_that_the_ledger_does_not_know_is_a_config_error():
+    with pytest.raises(ConfigError, match="mechanism 'gradients' is unknown"):
+        Event(0.1, 1.0, 1, "gradients")
+
+
+@pytest.mark.parametrize("eps_max", [0.0, -1.0, math.inf, math.nan])
+def test_a_budget_that_is_no_positive_number_is_a_config_error(eps_max):
+    with pytest.raises(ConfigError, match="is not a positive number"):
+        calibrate(eps_max=eps_max, delta=DELTA, sample_rate=0.1, steps=1)

@@ -420,3 +420,43 @@ def test_a_ledger_and_what_sqlite_puts_beside_it_are_for_the_owner_alone(tmp_pat
     finally:
         os.umask(before)
     assert {"l.sqlite", "l.sqlite-wal"} <= files.keys() and set(files.values()) == {0o600}
+
+
+def test_a_reader_makes_no_ledger(path):
+    with pytest.raises(LedgerError, match="no ledger at"):
+        LedgerReader(path)
+    assert not path.exists()
+
+
+def test_a_ledger_of_another_format_is_not_read_as_one_of_this(path, ledger):
+    with sqlite3.connect(path) as other:
+        other.execute("DROP TRIGGER entries_no_update")
+        other.execute("UPDATE entries SET payload = json_set(payload, '$.format', 2)")
+    for kind in (Ledger, LedgerReader):
+        with pytest.raises(LedgerError, match="another format than 1"):
+            kind(path)
+
+
+def test_a_ledger_that_was_written_to_while_it_was_read_as_a_lone_copy_is_not_to_be_believed(path, ledger):
+    ledger.charge(row(1))
+    ledger.close()
+    untouched, reader = LedgerReader(path), LedgerReader(path)
+    assert reader.steps() == 1
+    untouched.close()
+    with contextlib.closing(Ledger(path)) as again:
+        again.charge(row(2))
+    with pytest.raises(LedgerError, match="was written to while it was read"):
+        reader.close()
+
+
+def test_the_last_charge_is_the_newest_of_an_update_and_of_others_only_where_there_is_none(ledger):
+    assert ledger.last_charge() is None
+    counts = [dataclasses.replace(row(1, request=str(n)), event=Event(1.0, 9.0, 1, "evaluation_count")) for n in (1, 2)]
+    ledger.charge(counts[0])
+    assert ledger.last_charge() == counts[0]
+    ledger.charge(row(3, request="update"))
+    ledger.charge(counts[1])
+    assert ledger.last_charge() == row(3, request="update")
+    ledger.charge(dataclasses.replace(row(1), event=Event(1.0, 9.0, 1, "image_gradient")))
+    assert ledger.last_charge().event.mechanism == "image_gradient"
+    assert ledger.last_charge("2027") is None
