@@ -139,7 +139,7 @@ def test_sites_of_one_seed_share_no_noise_in_any_step_round_or_mechanism(tmp_pat
 def test_invariant_8_what_a_deployed_site_draws_follows_from_32_bytes_of_the_operating_system_for_each_answer(
     tmp_path, monkeypatch
 ):
-    keys, taken = [bytes([n]) * 32 for n in (1, 1, 2)], []
+    keys, taken = [bytes([n]) * 32 for n in (1, 1, 2, 3)], []
 
     def urandom(count):
         taken.append(count)
@@ -148,16 +148,18 @@ def test_invariant_8_what_a_deployed_site_draws_follows_from_32_bytes_of_the_ope
     sites = [Answering(tmp_path / str(n)) for n in range(3)]
     monkeypatch.setattr(os, "urandom", urandom)
     one, again, other = (site.update() for site in sites)
-    assert taken == [32, 32, 32]
+    next_one = sites[2].update(2)
+    assert taken == [32, 32, 32, 32]
     assert np.array_equal(one, again)
-    assert_unrelated(np.concatenate([one, other]), ERROR)
+    assert_unrelated(np.concatenate([one, other, next_one]), ERROR)
 
 
 def test_invariant_8_a_process_forked_from_a_deployed_site_does_not_repeat_it(tmp_path):
     site = Answering(tmp_path)
+    before = site.update(run="before")
     forks = Forks(lambda: site.update(run="fork"))
     forks.go()
-    rows = np.concatenate([site.update(run="parent"), *forks.found()])
+    rows = np.concatenate([before, site.update(run="parent"), *forks.found()])
     assert_standard(rows, RARE)
     assert_unrelated(rows, RARE)
 

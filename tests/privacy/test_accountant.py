@@ -137,6 +137,19 @@ def test_steps_that_fit_is_the_last_count_at_or_below_the_cap(sample_rate, sigma
         assert epsilon([*spent, Event(sample_rate, sigma, fits)], order, DELTA) <= cap
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 64, 1000, 99_991])
+@pytest.mark.parametrize(("sample_rate", "sigma", "order"), [(0.01, 0.9, 12.0), (0.1, 0.7, 5.0), (1.0, 3.0, 2.0)])
+def test_a_step_that_would_pass_the_cap_by_a_rounding_alone_does_not_fit_and_one_just_below_it_does(
+    steps, sample_rate, sigma, order
+):
+    event = Event(sample_rate, sigma, steps)
+    terms = {"spent_rdp": 0.0, "event": event, "order": order, "delta": 0.1}
+    whole = epsilon([event], order, 0.1)
+    assert whole > 0
+    assert steps_that_fit(**terms, cap=math.nextafter(whole, 0)) == steps - 1
+    assert steps_that_fit(**terms, cap=whole * (1 + 1e-9)) == steps
+
+
 def test_a_spent_budget_fits_no_step():
     spent = total_rdp([Event(1.0, 1.0, 1000)], 2.0)
     assert steps_that_fit(spent_rdp=spent, event=Event(0.1, 1.0, 1), order=2.0, delta=DELTA, cap=20.0) == 0
@@ -187,3 +200,11 @@ def test_a_mechanism_that_the_ledger_does_not_know_is_a_config_error():
 def test_a_budget_that_is_no_positive_number_is_a_config_error(eps_max):
     with pytest.raises(ConfigError, match="is not a positive number"):
         calibrate(eps_max=eps_max, delta=DELTA, sample_rate=0.1, steps=1)
+
+
+def test_an_event_at_the_ends_of_its_ranges_is_possible_and_just_beyond_them_is_not():
+    for sample_rate, sigma, count in ((1.0, 0.01, 1), (1e-300, 1e6, 10**9)):
+        Event(sample_rate, sigma, count)
+    for sigma in (math.nextafter(0.01, 0), math.nextafter(1e6, 2e6)):
+        with pytest.raises(ConfigError, match="noise multiplier"):
+            Event(0.1, sigma, 1)
