@@ -208,3 +208,20 @@ def test_an_event_at_the_ends_of_its_ranges_is_possible_and_just_beyond_them_is_
     for sigma in (math.nextafter(0.01, 0), math.nextafter(1e6, 2e6)):
         with pytest.raises(ConfigError, match="noise multiplier"):
             Event(0.1, sigma, 1)
+
+
+def test_the_orders_at_which_ledgers_were_made_stay_possible():
+    assert (*range(2, 64), 80, 128, 256, 512) == ORDERS
+
+
+@pytest.mark.parametrize(("sample_rate", "sigma"), [(1e-9, 1e6), (1e-300, 1.0), (1.0, 1e6)])
+def test_no_step_counts_for_less_than_a_billionth_of_a_thousandth(sample_rate, sigma):
+    # what they truly cost is q^2 / sigma^2 or so, at most 1e-12
+    assert step_rdp(sample_rate, sigma, 2.0) == pytest.approx(1e-12, rel=1e-9)
+
+
+def test_a_budget_that_others_have_used_up_says_that_there_are_others():
+    others = (Event(1.0, 0.5, 100), Event(1.0, 0.5, 1, "moment_release"))
+    for paid, told in (((), "at q = 1e-05 into"), (others, "beside 2 other events into")):
+        with pytest.raises(ConfigError, match=told):
+            calibrate(eps_max=1e-3, delta=DELTA, sample_rate=1e-5, steps=10**9, others=paid)
