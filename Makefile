@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 SCHEDULES ?= 300
 FIRST := $(or $(FIRST),$(shell date +%s))
 
-.PHONY: setup demo test check soak
+.PHONY: setup demo test check soak coverage mutants
 
 setup: $(STAMP)
 
@@ -35,3 +35,13 @@ test: check
 soak: $(STAMP)
 	$(BIN)/python -m pytest -s tests/soak --schedules $(SCHEDULES) --first-schedule $(FIRST)
 	$(BIN)/python -m pytest --thorough tests/test_simulation.py tests/federation/test_kill.py tests/deploy/test_deployment.py
+
+# Branches of what the guarantee rests on; beside `make test`, for it takes as long again.
+coverage: $(STAMP)
+	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered --cov-fail-under=95 -m 'not ray' \
+	    --numprocesses 3 --dist loadfile --no-loadscope-reorder \
+	    tests/privacy tests/training tests/federation tests/baselines tests/moments tests/test_*.py
+
+# Whether the tests notice a fault in the accountant, the clipping rules or the ledger.
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants.py

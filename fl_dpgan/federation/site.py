@@ -246,7 +246,7 @@ class Site:
         return stored
 
     def _random(self, *parts: int | str) -> KeyedGenerator:
-        if self._seed is None:
+        if self._seed is None:  # a new key for each answer: what was drawn before a fork must not come again after it
             return KeyedGenerator.from_os()
         return KeyedGenerator.from_seed(self._seed, self.name, *parts)
 

@@ -24,6 +24,10 @@ class KeyedGenerator:
 
     The same key gives the same stream on every machine. `from_os` is for sites; `from_seed` exists for simulations
     alone, where runs must be repeatable, and voids the guarantee for anyone who knows the seed.
+
+    One generator serves one answer and is never kept for the next. A process that is forked while an answer is in the
+    making has the same stream as its parent and so comes to the same answer, which is what was charged; a new key for
+    the fork would make of one charge two draws on the same sum.
     """
 
     def __init__(self, key: bytes) -> None:

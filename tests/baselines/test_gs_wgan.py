@@ -38,6 +38,7 @@ from fl_dpgan.privacy.plan import PrivacyConfig, SitePlan
 from fl_dpgan.runs import RunFolder
 from fl_dpgan.training.generator import GeneratorTrainer
 from fl_dpgan.training.records import Records
+from tests.privacy.gaussian import assert_standard, assert_unrelated
 
 GRADIENTS = ("image_gradient",)
 B = 4
@@ -170,6 +171,19 @@ def test_the_noise_has_the_standard_deviation_of_the_event_and_lies_on_a_grid():
 def test_the_noise_is_added_to_the_clipped_gradient():
     clipped = torch.full((B, 1, 28, 28), 3.0, dtype=torch.float64)
     assert float(noised(clipped, 0.01, KeyedGenerator.from_seed(0)).mean()) == pytest.approx(3.0, abs=1e-3)
+
+
+def test_the_noise_of_image_gradients_is_gaussian_and_unrelated_between_images_and_releases():
+    size, releases, error = 160, 8, 1e-4  # the error rate of a correct mechanism over the choice of the key, in each
+    privacy = PrivacyConfig(batch_size=size, noise_multiplier=1.5, clipping=Fixed(c=0.3), update="image_gradient")
+    plan = SitePlan.derive(privacy, declared_size=size, d_steps=1, rounds=1)
+    critic, (images, labels), random = Scores(scale=0.02), fakes(size), KeyedGenerator.from_seed("gradients")
+    exact = clipped_gradients(critic, images, labels, 0.3, plan.clipping)
+    found = torch.stack([sanitised_gradient(critic, images, labels, plan, random) for _ in range(releases)])
+    noise = ((found.double() - exact) / (1.5 * 2 * 0.3 * math.sqrt(size))).flatten(1).numpy()
+    assert noise.size > 10**6
+    assert_standard(noise, error)
+    assert_unrelated(noise, error)
 
 
 def test_the_critics_loss_is_that_of_wgan_with_gradient_penalty():

@@ -103,3 +103,17 @@ def test_a_sender_that_trickles_does_not_hold_the_receiver():
         finally:
             done.set()
             thread.join()
+
+
+def test_a_sender_that_goes_with_what_was_for_it_unread_has_broken_the_connection():
+    left, right = socket.socketpair()
+    with right:
+        right.sendall(b"never read")
+        left.close()
+        with pytest.raises(WireError, match="the connection broke"):
+            frames.receive(right, largest=10, seconds=5.0)
+
+
+def test_a_frame_has_no_time_left_once_its_seconds_are_over_though_all_of_it_is_there():
+    with pytest.raises(WireError, match="did not arrive in time"):
+        received(frame(b"{}"), seconds=0.0)

@@ -1,5 +1,6 @@
 """The guard: the same answers as the site's own, one at a time, and nothing that comes over its socket harms it."""
 
+import errno
 import os
 import socket
 import stat
@@ -14,7 +15,7 @@ import pytest
 from conftest import LocalGrid, charges, grid_sent, log
 from flwr.app import Message, MessageType, RecordDict
 
-from fl_dpgan.errors import ConfigError
+from fl_dpgan.errors import ConfigError, WireError
 from fl_dpgan.federation import frames, guard, relay, wire
 from fl_dpgan.federation.client import Pack
 from fl_dpgan.federation.guard import Guard
@@ -411,3 +412,101 @@ def _raw(header: dict[str, str], body: bytes) -> bytes:
         raw = b"".join(iter(lambda: right.recv(1 << 16), b""))
         thread.join()
     return raw
+
+
+def test_the_relay_waits_while_the_guard_gives_signs_of_life_and_has_the_answer_in_the_end(federation, monkeypatch):
+    monkeypatch.setattr(guard, "_SIGN", 0.05)
+    fed = federation()
+    slow = Slow(fed.sites[0])
+    with guarded(slow, fed.ledger(0)) as (path, _):
+        found = []
+        thread = threading.Thread(target=lambda: found.append(relay.ask(path, "train", *part(fed.request()))))
+        thread.start()
+        assert slow.began.wait(20)
+        time.sleep(0.3)
+        assert not found
+        slow.go_on.set()
+        thread.join(20)
+    assert wire.parse(found[0][0], wire.Answer).status == "trained"
+
+
+def test_the_relay_says_what_the_guard_refuses(federation):
+    fed = federation()
+    with (
+        guarded(fed.sites[0], fed.ledger(0)) as (path, _),
+        pytest.raises(WireError, match=f"the guard says refused: a frame of .* the most are .* and {LARGEST}"),
+    ):
+        relay.ask(path, "train", "{}", bytes(LARGEST + 1))
+
+
+def test_the_relays_patience_ends(federation, monkeypatch):
+    monkeypatch.setattr(guard, "PLACES", 0)
+    monkeypatch.setattr(relay, "_AGAIN", 0.05)
+    monkeypatch.setattr(relay, "_PATIENCE", 0.3)
+    fed = federation()
+    with guarded(fed.sites[0], fed.ledger(0)) as (path, _), pytest.raises(WireError, match="no place"):
+        relay.ask(path, "train", *part(fed.request()))
+    assert charges(fed) == []
+
+
+def test_who_asks_while_the_guard_stops_is_told_to_come_again(federation):
+    fed = federation()
+    with guarded(fed.sites[0], fed.ledger(0)) as (path, made), connected(path) as late:
+        deadline = time.monotonic() + 20
+        made.stop()
+        while path.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        frames.send(late, *_request(fed))
+        assert state(late) == "full"
+    assert charges(fed) == []
+
+
+def test_who_is_in_the_queue_when_the_guard_stops_gets_no_answer_and_costs_nothing(federation):
+    fed = federation()
+    slow = Slow(fed.sites[0])
+    with guarded(slow, fed.ledger(0)) as (path, made), connected(path) as one, connected(path) as two:
+        frames.send(one, *_request(fed, 1))
+        assert slow.began.wait(20)
+        frames.send(two, *_request(fed, 2))
+        time.sleep(0.2)
+        made.stop()
+        time.sleep(0.5)
+        slow.go_on.set()
+        assert state(one) == "answer"
+        with pytest.raises(WireError, match="ended within a frame"):
+            state(two)
+    assert slow.answered == 1 and len(charges(fed)) == 1
+
+
+def test_an_answer_that_is_none_ends_its_connection_and_not_the_guard(federation, monkeypatch, caplog):
+    fed = federation()
+    with guarded(fed.sites[0], fed.ledger(0)) as (path, _):
+        with monkeypatch.context() as patch:
+            patch.setattr(fed.sites[0], "answer", lambda *request: ("no header", b""))
+            with pytest.raises(WireError, match="ended within a frame"):
+                relay.ask(path, "train", *part(fed.request()))
+        assert "a connection failed" in caplog.text
+        assert wire.unpack(relay.answer(fed.request(), path), wire.Answer)[0].status == "trained"
+
+
+def test_a_connection_that_cannot_be_taken_is_logged_and_the_next_is_served(federation, monkeypatch, caplog):
+    fed, failed = federation(), threading.Event()
+    accept = socket.socket.accept
+
+    def at_first_none(listening):
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", at_first_none)
+    with guarded(fed.sites[0], fed.ledger(0)) as (path, _):
+        assert wire.unpack(relay.answer(fed.request(), path), wire.Answer)[0].status == "trained"
+    assert failed.is_set() and "a connection could not be taken: Too many open files" in caplog.text
+
+
+def test_a_lock_that_cannot_be_made_is_a_config_error(federation, tmp_path):
+    fed = federation()
+    with pytest.raises(ConfigError, match="cannot be made: No such file or directory"):
+        Guard(fed.sites[0], QUESTION, path=tmp_path / "g.sock", lock=tmp_path / "no" / "lock", largest=LARGEST)

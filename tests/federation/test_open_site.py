@@ -1,13 +1,20 @@
 """A site from its files: what is not in order at the site is said in one line, before anything joins."""
 
+import tomllib
+
 import numpy as np
 import pytest
+from flwr.app import MessageType
 from PIL import Image
 
+from fl_dpgan.config import Federation, parse_scenario, validated
 from fl_dpgan.errors import FlDpganError
-from fl_dpgan.federation.deployment import make_guard, open_site
+from fl_dpgan.federation import wire
+from fl_dpgan.federation.deployment import make_guard, open_site, question, serve
 from fl_dpgan.privacy.ledger import Ledger
+from fl_dpgan.runs import RunFolder
 from fl_dpgan.site_file import load_site
+from tests.conftest import LocalGrid, handler
 
 FEDERATION = """
 name = "trial"
@@ -90,3 +97,37 @@ def test_a_missing_federation_file_says_whom_to_ask(tmp_path):
     (tmp_path / "federation.toml").unlink()
     with pytest.raises(FlDpganError, match="ask the coordinator"):
         open_site(file, lambda done, total: None)
+
+
+def test_a_simulations_folder_is_not_served_as_a_federation_of_real_sites(tmp_path):
+    folder = RunFolder.create(tmp_path / "run", parse_scenario({"name": "digits"}))
+    with pytest.raises(FlDpganError, match="holds a simulation"):
+        serve(folder, LocalGrid({}), dict)
+
+
+def test_a_federation_of_gradients_whose_plan_takes_several_steps_a_round_is_not_served(tmp_path):
+    plan = validated(Federation, tomllib.loads(FEDERATION) | {"privacy": {"update": "image_gradient"}}, tmp_path)
+    with pytest.raises(FlDpganError, match="one G step a round"):
+        serve(RunFolder.create(tmp_path / "run", plan), LocalGrid({}), dict)
+
+
+def test_a_federation_is_served_with_its_own_question_and_its_registered_sites_alone(tmp_path):
+    privacy = "privacy = { batch_size = 4, evaluation_noise = 2.0, evaluation_every = 1 }\n"
+    training = "training = { rounds = 2, d_steps = 1, g_steps = 1, g_batch_size = 4 }\n"
+    text = FEDERATION + privacy + training + "evaluation = { images = 100, epochs = 1 }\n"
+    both = 'mechanisms = ["discriminator_update", "evaluation_count"]\n'
+    site, _ = open_site(clinic(tmp_path, federation=text, policy=both), lambda done, total: None)
+    plan = validated(Federation, tomllib.loads(text), tmp_path)
+    folder = RunFolder.create(tmp_path / "run", plan)
+    asked, answers = [], handler(site)
+
+    def answer(message):
+        if message.metadata.message_type == MessageType.QUERY:
+            asked.append(wire.unpack(message, wire.Question)[0])
+        return answers(message)
+
+    serve(folder, LocalGrid({5: answer, 6: answer}), lambda: {"clinic": 6})
+    assert set(asked) == {question(plan)}
+    rounds = [record for record in folder.rounds() if record.get("sites")]
+    assert {record["sites"]["clinic"]["status"] for record in rounds} == {"trained"}
+    assert "not registered" in str([record.get("not_joined") for record in folder.rounds()])

@@ -121,3 +121,18 @@ def test_a_manifest_with_patients_may_still_protect_images(tmp_path, folder):
     simulation.check(chosen, folder)
     site = simulation.simulated_site(job(tmp_path, chosen, folder), 1)
     assert (site._data.units.name, len(site._data.units)) == ("image", 50)
+
+
+def test_a_scenario_of_another_number_of_classes_than_the_data_is_refused(folder):
+    wrong = scenario(model={"num_classes": 3, "latent_dim": 4, "g_width": 2, "d_width": 2})
+    with pytest.raises(ConfigError, match=r"model.num_classes = 3, but manifest has 2"):
+        simulation.check(wrong, folder)
+
+
+def test_a_site_without_a_class_is_named_unless_that_is_allowed(tmp_path):
+    rows = [(f"{n}.png", "b" if n < 2 else "a", f"p{n}") for n in range(30)]
+    folder = write(tmp_path / "few", rows)
+    sizes = {"source": "manifest", "declared_size": 5, "partition": "size", "sizes": [5, 20, 5]}
+    with pytest.raises(DataError, match=r"site-\d has no record of class b; .*allow_missing_classes"):
+        simulation.check(scenario(3, data=sizes), folder)
+    simulation.check(scenario(3, data={**sizes, "allow_missing_classes": True}), folder)

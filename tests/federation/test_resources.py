@@ -1,11 +1,13 @@
 """As many processes as the machine holds, never more: against a search over all settings that Flower knows."""
 
 import pytest
+import ray
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_dpgan.errors import FederationError
-from fl_dpgan.federation.resources import Machine, choose
+from fl_dpgan.federation.resources import Machine, choose, machines
 
 GIB = 2**30
 MACHINES = st.lists(st.builds(Machine, st.integers(1, 64), st.integers(GIB, 300 * GIB)), min_size=1, max_size=4)
@@ -62,3 +64,19 @@ def test_never_more_than_fit_and_never_fewer_than_could(machines, nodes, paramet
         more = started(machines, found.threads - 1)
         too_big = any(count * found.memory > machine.memory for count, machine in zip(more, machines, strict=True))
         assert too_big or sum(started(machines, found.threads)) >= nodes
+
+
+def test_the_machines_are_rays_nodes_that_live_and_have_a_core(monkeypatch):
+    def node(alive=True, **resources):
+        return {"Alive": alive, "Resources": resources}
+
+    found = [
+        node(CPU=4.0, memory=5.5 * GIB), node(CPU=2.0, memory=GIB, GPU=1.0), node(False, CPU=8.0, memory=GIB),
+        node(memory=GIB), node(CPU=0.0),
+    ]  # fmt: skip
+    monkeypatch.setattr(ray, "nodes", lambda: found)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert machines() == [Machine(4, int(5.5 * GIB)), Machine(2, GIB, 1.0)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 80 * GIB))
+    assert [machine.gpu_memory for machine in machines()] == [80 * GIB] * 2

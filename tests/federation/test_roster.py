@@ -5,7 +5,7 @@ from conftest import LocalGrid, charges, handler, log
 from flwr.app import Error, Message, MessageType
 
 from fl_dpgan.errors import FederationError, RunFolderError, WireError
-from fl_dpgan.federation import roster, wire
+from fl_dpgan.federation import FedDPGAN, roster, wire
 from fl_dpgan.federation.envelope import unpack_parts
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.runs import RunFolder
@@ -194,3 +194,26 @@ def test_requests_are_dropped_once_nobody_waits_for_them(federation):
     grid = fed.grid()
     fed.strategy().start(grid)
     assert {message.metadata.ttl for message in grid.sent} == {fed.plan.federation.round_timeout}
+
+
+def test_what_introduces_itself_as_neither_a_site_nor_a_refusal_does_not_join(federation):
+    fed = federation(sites=2, rounds=1)
+    answers = handler(fed.sites[1])
+
+    def strange(message: Message):
+        reply = answers(message)
+        if message.metadata.message_type == MessageType.QUERY:
+            reply.content = wire.pack_parts([('{"site": "site-1"}', b"")])
+        return reply
+
+    fed.strategy().start(LocalGrid({10: handler(fed.sites[0]), 11: strange}))
+    assert [reason.startswith("a malformed Hello") for reason in not_joined(fed)] == [True]
+    assert statuses(fed, "site-0") == ["trained"] and statuses(fed, "site-1") == []
+
+
+def test_a_checkpoint_of_another_run_is_not_continued(federation):
+    fed = federation(rounds=1)
+    fed.strategy().start(fed.grid())
+    generator, discriminator = fed.networks()
+    with pytest.raises(RunFolderError, match="is of run test, not other"):
+        FedDPGAN(fed.plan, generator, discriminator, folder=RunFolder(fed.path), run="other")

@@ -272,3 +272,16 @@ def test_invariant_1_buffers_do_not_leave_with_the_parameters(federation, monkey
     header, tensors = answer(Pack([fed.sites[0]]).train(fed.request()))
     assert header.status == "trained"
     assert set(load(tensors)) == {name for name, _ in discriminator.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("images", "reason"),
+    [
+        (torch.zeros(40, 1, 32, 32), r"images of \(1, 32, 32\) .* gives \(1, 28, 28\)"),
+        (torch.zeros(40, 3, 28, 28), r"images of \(3, 28, 28\) .* gives \(1, 28, 28\)"),
+        (torch.zeros(40, 1, 28, 28, dtype=torch.uint8, device="meta"), "images on meta, networks on cpu"),
+    ],
+)
+def test_images_of_another_shape_or_elsewhere_than_the_networks_do_not_join(federation, images, reason):
+    with pytest.raises(DataError, match=f"site site-0: {reason}"):
+        federation().site(0, data=(images, torch.zeros(40, dtype=torch.int64)))

@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from fl_dpgan.moments.features import FeatureMap
 from fl_dpgan.moments.release import noised_sums
@@ -10,6 +11,7 @@ from fl_dpgan.privacy.accountant import Event
 from fl_dpgan.privacy.moments import Features, Fourier, Frequencies
 from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.training.records import Records
+from tests.privacy.gaussian import assert_standard, assert_unrelated
 
 FEATURES = Features(parts=(Fourier(count=40), Frequencies(side=3, weight=3.0)), count_share=0.2)
 MAP = FeatureMap(FEATURES, (1, 28, 28))
@@ -80,3 +82,33 @@ def test_invariant_11_a_patient_adds_one_vector_however_many_images_there_are():
     chosen = [tuple(np.round((sums(images, labels, patients, key=key)[:, -1] / math.sqrt(0.2)).tolist())) for key in
               range(20)]  # fmt: skip
     assert len(set(chosen)) > 1  # another image of patient a from time to time
+
+
+class Long:
+    """Features of as many numbers as a million draws need; those of every image are the same."""
+
+    length, count_weight = 99_999, 0.6
+
+    def __call__(self, images):
+        return torch.full((len(images), self.length), 0.8 / self.length**0.5)
+
+
+def test_the_noise_of_a_release_is_gaussian_on_every_number_and_unrelated_between_classes():
+    sigma, error = 1.7, 1e-4  # the error rate of a correct mechanism over the choice of the key, in each of the two
+    images, _, _ = records(30)
+    data = Records(images, torch.arange(30) % 10)
+    found = noised_sums(Long(), data, 10, Event(1.0, sigma, 1, "moment_release"), KeyedGenerator.from_seed("million"))
+    exact = torch.cat([torch.full((99_999,), 3 * 0.8 / 99_999**0.5), torch.tensor([3 * 0.6])]).double()
+    noise = ((found - exact) / sigma).numpy()
+    assert noise.size == 10**6
+    assert_standard(noise, error)
+    assert_unrelated(noise, error)
+
+
+def test_invariant_11_the_image_through_which_a_patient_is_released_is_drawn_uniformly():
+    images, labels, _ = records(9)
+    labels = torch.tensor([0, 0, 0, 1, 1, 2, 0, 0, 0])
+    patients = ["many"] * 6 + ["three"] * 3  # of the first, three images of class 0, two of class 1, one of class 2
+    counts = torch.stack([sums(images, labels, patients, key=key)[:, -1] for key in range(600)]) / math.sqrt(0.2)
+    of_many = (counts - torch.tensor([1.0, 0.0, 0.0])).round().sum(0)  # the other's are all of class 0
+    assert stats.chisquare(of_many.numpy(), [300, 200, 100]).pvalue > 1e-4

@@ -137,6 +137,19 @@ def test_steps_that_fit_is_the_last_count_at_or_below_the_cap(sample_rate, sigma
         assert epsilon([*spent, Event(sample_rate, sigma, fits)], order, DELTA) <= cap
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 64, 1000, 99_991])
+@pytest.mark.parametrize(("sample_rate", "sigma", "order"), [(0.01, 0.9, 12.0), (0.1, 0.7, 5.0), (1.0, 3.0, 2.0)])
+def test_a_step_that_would_pass_the_cap_by_a_rounding_alone_does_not_fit_and_one_just_below_it_does(
+    steps, sample_rate, sigma, order
+):
+    event = Event(sample_rate, sigma, steps)
+    terms = {"spent_rdp": 0.0, "event": event, "order": order, "delta": 0.1}
+    whole = epsilon([event], order, 0.1)
+    assert whole > 0
+    assert steps_that_fit(**terms, cap=math.nextafter(whole, 0)) == steps - 1
+    assert steps_that_fit(**terms, cap=whole * (1 + 1e-9)) == steps
+
+
 def test_a_spent_budget_fits_no_step():
     spent = total_rdp([Event(1.0, 1.0, 1000)], 2.0)
     assert steps_that_fit(spent_rdp=spent, event=Event(0.1, 1.0, 1), order=2.0, delta=DELTA, cap=20.0) == 0
@@ -176,3 +189,39 @@ def test_epsilon_does_not_fall_as_rdp_grows(small, more, order):
 def test_an_impossible_event_is_a_config_error(sample_rate, sigma, count):
     with pytest.raises(ConfigError):
         Event(sample_rate, sigma, count)
+
+
+def test_a_mechanism_that_the_ledger_does_not_know_is_a_config_error():
+    with pytest.raises(ConfigError, match="mechanism 'gradients' is unknown"):
+        Event(0.1, 1.0, 1, "gradients")
+
+
+@pytest.mark.parametrize("eps_max", [0.0, -1.0, math.inf, math.nan])
+def test_a_budget_that_is_no_positive_number_is_a_config_error(eps_max):
+    with pytest.raises(ConfigError, match="is not a positive number"):
+        calibrate(eps_max=eps_max, delta=DELTA, sample_rate=0.1, steps=1)
+
+
+def test_an_event_at_the_ends_of_its_ranges_is_possible_and_just_beyond_them_is_not():
+    for sample_rate, sigma, count in ((1.0, 0.01, 1), (1e-300, 1e6, 10**9)):
+        Event(sample_rate, sigma, count)
+    for sigma in (math.nextafter(0.01, 0), math.nextafter(1e6, 2e6)):
+        with pytest.raises(ConfigError, match="noise multiplier"):
+            Event(0.1, sigma, 1)
+
+
+def test_the_orders_at_which_ledgers_were_made_stay_possible():
+    assert (*range(2, 64), 80, 128, 256, 512) == ORDERS
+
+
+@pytest.mark.parametrize(("sample_rate", "sigma"), [(1e-9, 1e6), (1e-300, 1.0), (1.0, 1e6)])
+def test_no_step_counts_for_less_than_a_billionth_of_a_thousandth(sample_rate, sigma):
+    # what they truly cost is q^2 / sigma^2 or so, at most 1e-12
+    assert step_rdp(sample_rate, sigma, 2.0) == pytest.approx(1e-12, rel=1e-9)
+
+
+def test_a_budget_that_others_have_used_up_says_that_there_are_others():
+    others = (Event(1.0, 0.5, 100), Event(1.0, 0.5, 1, "moment_release"))
+    for paid, told in (((), "at q = 1e-05 into"), (others, "beside 2 other events into")):
+        with pytest.raises(ConfigError, match=told):
+            calibrate(eps_max=1e-3, delta=DELTA, sample_rate=1e-5, steps=10**9, others=paid)

@@ -293,3 +293,18 @@ def test_a_sample_is_clipped_to_the_same_bits_whatever_samples_are_beside_it(see
     beside, _ = result(LayerEngine, shipped(), (images, labels, targets))
     for a, b in zip(alone, beside, strict=True):
         assert a.equal(b)
+
+
+class Borrowing(Plain):
+    """Uses a layer's weight beside the layer, where no hook sees it."""
+
+    def forward(self, images, labels):
+        first = self.layers[0]
+        return super().forward(images, labels) + first.weight.sum() * images.flatten(1).mean(1)
+
+
+def test_a_discriminator_of_which_every_engine_sees_a_part_of_the_gradient_is_refused():
+    model = Borrowing(nn.Conv2d(2, 3, 3), nn.LeakyReLU(0.2))
+    with pytest.raises(ConfigError, match="gradients differ from autograd's"):
+        fastest(model, *batch(4, 2, 12)[:2])
+    assert fastest(Plain(*model.layers), *batch(4, 2, 12)[:2]) is LayerEngine

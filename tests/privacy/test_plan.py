@@ -125,3 +125,10 @@ def test_a_number_that_is_not_positive_and_finite_is_refused(field, bad):
 def test_an_unknown_key_is_refused():
     with pytest.raises(ValidationError, match="epsilon"):
         PrivacyConfig(epsilon=1.0)
+
+
+def test_a_plan_of_more_steps_than_an_event_can_count_is_refused():
+    plan = derive()
+    SitePlan.model_validate({**plan.model_dump(), "d_steps": 1000, "rounds": 10**6})
+    with pytest.raises(ValidationError, match="more than 10\\^9 steps"):
+        SitePlan.model_validate({**plan.model_dump(), "d_steps": 1001, "rounds": 10**6})
