@@ -29,7 +29,7 @@ app.add_typer(server.app, name="server")
 server.app.command("check")(check_server)
 console = Console()
 
-#: What a disk that is full, read-only or broken says, whatever is written to it.
+#: What a disk that is full, read-only or broken says, whatever is done with it.
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     except OSError as error:
         if error.errno not in _DISK:
             raise
-        _fail(f"{error.filename or 'a file'} cannot be written: {error.strerror}; make room or mend the disk")
+        _fail(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror}; make room on the disk, or mend it")
 
 
 def _fail(message: str) -> NoReturn:

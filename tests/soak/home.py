@@ -1,5 +1,6 @@
 """A small federation in a folder: three sites with noise for images, a server, and the disks that they write to."""
 
+import ctypes
 import os
 import resource
 import subprocess
@@ -29,6 +30,7 @@ DECLARED = (40, 30, 20)
 D_STEPS, TIMEOUT = 2, 1.0
 #: Bytes of each file that may still be written where a disk is "full" because no other one could be mounted.
 LEFT = 8192
+_NEW_MOUNTS = 0x20000  # CLONE_NEWNS of unshare(2)
 
 
 class Home:
@@ -145,9 +147,12 @@ def models(model: ModelConfig) -> Models:
 
 @cache
 def can_mount() -> bool:
-    """Whether this user may mount a small disk."""
+    """Whether this process may mount small disks: nobody else sees them, and they go with it, however it ends."""
+    if ctypes.CDLL(None).unshare(_NEW_MOUNTS):
+        return False
     with TemporaryDirectory() as folder:
         try:
+            subprocess.run(["mount", "--make-rprivate", "/"], check=True, stderr=subprocess.DEVNULL)
             _mount(Path(folder))
         except (OSError, subprocess.CalledProcessError):
             return False
