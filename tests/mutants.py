@@ -116,9 +116,9 @@ def _run(module: str) -> int:
 
     settings.register_profile("same", derandomize=True, database=None, deadline=None)
     settings.load_profile("same")
-    files = [f"tests/privacy/{name}.py" for name in TESTS[module]]
     quiet = ("--noconftest", "--assert=plain", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:cov")
-    return int(pytest.main(["-x", *quiet, "-k", _SLOW, *files]))
+    runs = (pytest.main(["-x", *quiet, "-k", _SLOW, f"tests/privacy/{name}.py"]) for name in TESTS[module])
+    return int(any(runs))  # a file of tests is read only if those before it have noticed nothing
 
 
 def main(modules: list[str]) -> int:
