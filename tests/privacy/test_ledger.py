@@ -460,3 +460,52 @@ def test_the_last_charge_is_the_newest_of_an_update_and_of_others_only_where_the
     ledger.charge(dataclasses.replace(row(1), event=Event(1.0, 9.0, 1, "image_gradient")))
     assert ledger.last_charge().event.mechanism == "image_gradient"
     assert ledger.last_charge("2027") is None
+
+
+def test_a_declared_size_may_be_one_and_up_to_what_the_ledgers_delta_allows(ledger):
+    ledger.declare_disjoint(Declaration("least", 1, "a single patient"))
+    ledger.declare_disjoint(Declaration("most", 10_000, "delta = 1e-5 is 1/(10 N^)"))
+    with pytest.raises(LedgerError, match="may be at most"):
+        ledger.declare_disjoint(Declaration("more", 10_001, "x"))
+    assert ledger.budgets == {"main": 500, "least": 1, "most": 10_000}
+
+
+def test_of_two_processes_that_create_a_ledger_the_second_opens_the_firsts(path, monkeypatch):
+    link = os.link
+
+    def too_late(source, target):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "link", link)
+            patch.setattr(os, "getpid", lambda: 1)  # the first one's, whose file has another name until it is done
+            Ledger(path, ACCOUNT).charge(row(3))
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", too_late)
+    with contextlib.closing(Ledger(path, ACCOUNT)) as second:
+        assert second.steps() == 3
+    assert not list(path.parent.glob("*.new"))
+
+
+def test_a_charge_that_somebody_elses_trigger_takes_out_again_is_no_charge(path, ledger):
+    with sqlite3.connect(path) as other:
+        other.execute("DROP TRIGGER entries_no_delete")
+        other.execute("CREATE TRIGGER gone AFTER INSERT ON entries BEGIN DELETE FROM entries WHERE seq = NEW.seq; END")
+    with pytest.raises(LedgerError, match="did not keep a charge"):
+        ledger.charge(row(1))
+
+
+def test_a_ledger_in_folders_that_are_not_there_yet_makes_them(tmp_path):
+    with contextlib.closing(Ledger(tmp_path / "a" / "b" / "l.sqlite", ACCOUNT)) as ledger:
+        assert ledger.account == ACCOUNT
+
+
+def test_steps_that_fit_a_share_are_counted_from_what_its_run_has_spent(ledger):
+    event = Event(0.1, 1.5, 1)
+    ledger.charge(row(20, run="other"))
+    cap = expected_epsilon([Event(0.1, 1.5, 40)]) * (1 + 1e-9)
+    assert ledger.steps_left(event, run="new", cap=cap) == 40
+    assert ledger.steps_left(event, run="other", cap=cap) == 20
+    assert ledger.steps_left(event, cap=cap) == 20
+    ledger.charge(row(40, run="new", share=cap))  # all of its share, to the last step
+    with pytest.raises(BudgetError, match=r"share of run new .* 0 would still fit"):
+        ledger.charge(row(1, run="new", share=cap))
