@@ -6,8 +6,8 @@ The changes are cosmic-ray's, with one substitute for each arithmetic operator, 
 its negation; texts, SQL among them, are left alone. A mutant that no test notices has its reason in `mutants.toml`: it
 fails this command to have none there, to keep one there that is out of date, or to have fewer than nine in ten noticed.
 
-Each mutant runs in a fork of a process that has loaded what the tests import, in a copy of the tree: a hundredth of
-what a process of its own each would take.
+Each mutant runs in a copy of the tree, in a fork of a process that has loaded what the tests import: to load it anew
+for each would take most of the time.
 """
 
 import difflib
@@ -124,7 +124,11 @@ def _run(module: str) -> int:
 def main(modules: list[str]) -> int:
     """Print what became of the mutants; 1 where it is not well."""
     root = HERE.parent
-    reasons = tomllib.loads((HERE / "mutants.toml").read_text())
+    groups = tomllib.loads((HERE / "mutants.toml").read_text())
+    reasons = {
+        module: {change: group["reason"] for group in of_module for change in group["changes"]}
+        for module, of_module in groups.items()
+    }
     kept = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True, text=True).stdout
     problems = []
     with tempfile.TemporaryDirectory() as folder:
