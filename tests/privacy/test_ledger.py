@@ -509,3 +509,14 @@ def test_steps_that_fit_a_share_are_counted_from_what_its_run_has_spent(ledger):
     ledger.charge(row(40, run="new", share=cap))  # all of its share, to the last step
     with pytest.raises(BudgetError, match=r"share of run new .* 0 would still fit"):
         ledger.charge(row(1, run="new", share=cap))
+
+
+def test_opening_a_ledger_that_is_there_makes_no_other_first(path, ledger, monkeypatch):
+    monkeypatch.setattr(Ledger, "_create", None)
+    with contextlib.closing(Ledger(path, ACCOUNT)) as again:
+        assert again.account == ACCOUNT
+
+
+def test_a_stored_answer_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        StoredAnswer("request", "digest", "header", b"body", b"state").body = b"another"
