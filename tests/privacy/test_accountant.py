@@ -225,3 +225,10 @@ def test_a_budget_that_others_have_used_up_says_that_there_are_others():
     for paid, told in (((), "at q = 1e-05 into"), (others, "beside 2 other events into")):
         with pytest.raises(ConfigError, match=told):
             calibrate(eps_max=1e-3, delta=DELTA, sample_rate=1e-5, steps=10**9, others=paid)
+
+
+@pytest.mark.parametrize("order", [3.0, 12.0, 63.0])
+def test_an_epsilon_that_the_formula_would_put_below_nothing_is_nothing(order):
+    by_formula = 1e-6 + math.log((order - 1) / order) - math.log(0.4 * order) / (order - 1)
+    assert by_formula < 0
+    assert epsilon_from_rdp(1e-6, order, 0.4) == 0.0
