@@ -83,8 +83,8 @@ def mutants(module: str, source: str) -> Iterator[Mutant]:
 
 def _change(before: str, after: str) -> str:
     lines = [line for line in difflib.ndiff(before.splitlines(), after.splitlines()) if line[:2] in ("- ", "+ ")]
-    removed, added = (" ".join(line[2:].strip() for line in lines if line[0] == sign) for sign in "-+")
-    return f"{removed} => {added}"
+    removed, added = (" ".join(line[2:] for line in lines if line[0] == sign).split() for sign in "-+")
+    return f"{' '.join(removed)} => {' '.join(added) or 'nothing'}"
 
 
 def notices(module: str, limit: float) -> bool:

@@ -232,3 +232,10 @@ def test_an_epsilon_that_the_formula_would_put_below_nothing_is_nothing(order):
     by_formula = 1e-6 + math.log((order - 1) / order) - math.log(0.4 * order) / (order - 1)
     assert by_formula < 0
     assert epsilon_from_rdp(1e-6, order, 0.4) == 0.0
+
+
+def test_noise_is_found_to_a_thousandth_of_epsilon_where_little_is_enough_and_never_below_what_an_event_may_have():
+    sigma = calibrate(eps_max=1610.0, delta=DELTA, sample_rate=1.0, steps=1, order=2.0)
+    spent = 1 / sigma**2 + math.log(1 / 2) - math.log(2 * DELTA)  # of one Gaussian at order 2
+    assert 1610 - 1e-3 <= spent <= 1610 + 1e-9
+    assert 0.01 <= calibrate(eps_max=1e6, delta=DELTA, sample_rate=1.0, steps=1) <= 0.02
