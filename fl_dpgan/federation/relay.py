@@ -15,6 +15,7 @@ from flwr.app import Error, Message
 from fl_dpgan.errors import WireError
 from fl_dpgan.federation import frames
 from fl_dpgan.federation.envelope import pack_parts, unpack_parts
+from fl_dpgan.text import printable
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def ask(guard: Path, kind: str, header: str, tensors: bytes) -> tuple[str, bytes
                 if state == "answer":
                     return reply.get("header", ""), body
                 if state not in ("wait", "full"):
-                    raise WireError(f"the guard says {state}: {reply.get('reason', '')}")
+                    raise WireError(printable(f"the guard says {state}: {reply.get('reason', '')}"))
                 if state == "full":
                     break
         time.sleep(_AGAIN)

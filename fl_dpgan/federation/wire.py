@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from fl_dpgan.errors import WireError
 from fl_dpgan.federation.envelope import pack_parts, unpack_parts
+from fl_dpgan.federation.frames import HEADER_LIMIT
 from fl_dpgan.privacy.accountant import Mechanism
 from fl_dpgan.privacy.entries import NAME, Unit
 from fl_dpgan.privacy.plan import Order, SitePlan
+from fl_dpgan.text import printable
 
 #: What each mechanism's request travels in: Flower's type of message.
 CARRIER: dict[Mechanism, str] = {
@@ -126,11 +128,18 @@ def parse(header: str, kind: type[H]) -> H:
     Raises:
         WireError: it is not one of this kind.
     """
+    if len(header) > HEADER_LIMIT:  # a list of all that is wrong with it could take a thousand times its bytes
+        raise WireError(f"a {kind.__name__} of {len(header)} characters; the most are {HEADER_LIMIT}")
     try:
         return kind.model_validate_json(header)
+    except UnicodeError as error:  # half a surrogate pair, which a frame's JSON can bring in
+        raise WireError(f"a malformed {kind.__name__}: it is not text") from error
     except ValidationError as error:
         problem = error.errors(include_input=False)[0]
-        raise WireError(f"a malformed {kind.__name__}: {problem['loc']}: {problem['msg']}") from error
+        # the place may be a name of the sender's choice, which goes to logs and back
+        raise WireError(
+            f"a malformed {kind.__name__}: {printable(str(problem['loc']), 200)}: {printable(problem['msg'], 300)}"
+        ) from error
 
 
 def unpack(message: Message, kind: type[H]) -> tuple[H, bytes]:
@@ -220,12 +229,12 @@ def check(given: dict[str, Tensor], template: dict[str, Tensor]) -> None:
     """
     if given.keys() != template.keys():
         odd = sorted(given.keys() ^ template.keys())[0]
-        raise WireError(f"tensor {odd!r} is missing or unexpected; the networks differ from the federation's")
+        raise WireError(f"tensor {odd!r:.200} is missing or unexpected; the networks differ from the federation's")
     for name, want in template.items():  # in this order, so that the same fault is named every time
         tensor = given[name]
         if tensor.shape != want.shape or tensor.dtype != want.dtype:
             raise WireError(
-                f"tensor {name!r} is {tuple(tensor.shape)} {tensor.dtype}, not {tuple(want.shape)} {want.dtype}"
+                f"tensor {name!r} is {tuple(tensor.shape)!s:.200} {tensor.dtype}, not {tuple(want.shape)} {want.dtype}"
             )
         if not bool(torch.isfinite(tensor).all()):
             raise WireError(f"tensor {name!r} holds NaN or infinity")
