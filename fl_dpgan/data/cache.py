@@ -125,7 +125,8 @@ def _fill(folder: Path, place: Path, unread: Unread) -> None:
             "conversions": unread.conversions,
         }
         with open(partial / "records.json", "xb", opener=_private) as file:
-            file.write(json.dumps(about).encode())
+            content = json.dumps(about).encode()
+            file.write(b"%08x\n" % zlib.crc32(content) + content)
             file.flush()
             os.fsync(file.fileno())
         sync(partial)
@@ -159,7 +160,10 @@ def _write_images(file: IO[bytes], unread: Unread) -> int:
 def _load(place: Path) -> SiteImages | None:
     """What was written there; None where it is not there, or not whole."""
     try:
-        about = json.loads((place / "records.json").read_bytes())
+        check, _, content = (place / "records.json").read_bytes().partition(b"\n")
+        if int(check, 16) != zlib.crc32(content):
+            return None
+        about = json.loads(content)
         shape = tuple(about["shape"])
         head, path = _header(shape), place / "images.npy"
         with path.open("rb") as file:
@@ -171,5 +175,5 @@ def _load(place: Path) -> SiteImages | None:
         if not whole or (patients is not None and len(patients) != len(labels)):
             return None
         return SiteImages(images, labels, None if patients is None else tuple(patients), dict(about["conversions"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

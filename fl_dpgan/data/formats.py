@@ -21,6 +21,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from fl_dpgan.errors import DataError
+from fl_dpgan.text import printable
 
 _CHUNK = 1 << 20
 _MAX_CLASSES = 1000
@@ -51,7 +52,8 @@ class RawImages:
 
 def bad(where: Path | str, what: str, remedy: str) -> DataError:
     """Build the one-line error: where it is, what is wrong, what to do."""
-    return DataError(" ".join(f"{where}: {what}; {remedy}".split()))
+    # what is wrong may quote a file, in which anything may stand
+    return DataError(printable(" ".join(f"{where}: {' '.join(what.split()):.500}; {remedy}".split()), None))
 
 
 def read_idx_pair(images_path: Path, labels_path: Path, classes: tuple[str, ...]) -> RawImages:
@@ -133,7 +135,9 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(path) as archive:
             yield archive
-    except (*_BROKEN_STREAM, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+    except DataError:
+        raise
+    except Exception as error:  # zipfile raises whatever a strange directory of members brings about
         raise bad(path, f"is not a readable NPZ (zip) file ({error})", _GET_AGAIN) from error
 
 
@@ -143,18 +147,26 @@ def _read_member(archive: zipfile.ZipFile, key: str, path: Path) -> NDArray[Any]
     if f"{key}.npy" not in archive.namelist():
         held = ", ".join(sorted(name.removesuffix(".npy") for name in archive.namelist())[:8]) or "nothing"
         raise bad(path, f"has no array {key!r} (it holds {held})", "use the MedMNIST layout of keys")
+    if archive.getinfo(f"{key}.npy").compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        # deflate makes at most a thousand bytes of one; the other methods make millions
+        raise bad(where, "is compressed by another method than NumPy's", "save it with numpy.savez_compressed")
     with archive.open(f"{key}.npy") as stream:
         try:
             read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[npy.read_magic(stream)]
             shape, fortran, dtype = read_header(stream)
             if any(length < 0 for length in shape):
                 raise ValueError(f"negative shape {shape}")
-        except (ValueError, KeyError) as error:
+        except (*_BROKEN_STREAM, zipfile.BadZipFile):
+            raise  # the file's fault, not the array's
+        except Exception as error:  # NumPy evaluates the header as Python text, and raises whatever that brings about
             raise bad(where, f"is not a NumPy array ({error})", _GET_AGAIN) from error
         if dtype.kind not in "uif":
             raise bad(where, f"has dtype {dtype}, objects and non-numbers are refused", "save it as uint8 or integers")
         data = _read_exactly(stream, math.prod(shape) * dtype.itemsize, where)
-    return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
+    try:
+        return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
+    except (ValueError, OverflowError, TypeError) as error:  # no bytes, but a length beyond all memory in another axis
+        raise bad(where, f"has the shape {shape}, which no array has", _GET_AGAIN) from error
 
 
 def _as_pixels(values: NDArray[Any], path: Path, key: str) -> NDArray[np.uint8]:

@@ -63,10 +63,7 @@ def read_rows(path: Path) -> list[Row]:
             reader = csv.DictReader(file, strict=True, delimiter=max(",;\t", key=first.count))
             names = list(reader.fieldnames or [])
             if len(set(names)) != len(names) or not _REQUIRED <= set(names) <= _KNOWN:
-                # a file without a line of names begins with a record, which is not to be quoted
-                quoted = ", ".join(names) or "none"
-                found = f"has the columns {quoted}" if not names or _REQUIRED & set(names) else "names no columns"
-                raise bad(path, found, _COLUMNS)
+                raise bad(path, _named(names), _COLUMNS)
             rows = [_row(path, reader.line_num, row) for row in reader]
     except OSError as error:
         raise bad(path, f"cannot be read ({error.strerror})", "check who may read it") from error
@@ -82,6 +79,15 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
+def _named(names: list[str]) -> str:
+    """Which columns the first line names. What is no column's name may be a record's cell, and is not quoted."""
+    known = [name for name in names if name in _KNOWN]
+    if names and not _REQUIRED & set(known):
+        return "names no columns"
+    others = f", and {len(names) - len(known)} other" if len(names) > len(known) else ""
+    return f"has the columns {', '.join(known) or 'none'}{others}"
+
+
 def _row(path: Path, number: int, row: dict[str, str]) -> Row:
     if None in row or None in row.values():
         raise bad(path, f"line {number} has another number of cells than there are columns", "mend the line")
@@ -93,6 +99,17 @@ def _row(path: Path, number: int, row: dict[str, str]) -> Row:
     frame = clean.get("frame") or "1"
     if not (frame.isascii() and frame.isdigit() and int(frame[:9]) > 0 and len(frame) < 9):
         raise bad(path, f"line {number} has a frame that is not a number from 1", "mend the cell, or leave it empty")
-    if not os.path.isabs(clean["path"]) and os.path.normpath(clean["path"]).split(os.sep)[0] == os.pardir:
+    if not os.path.isabs(clean["path"]) and _leaves(path.parent, clean["path"]):
         raise bad(path, f"line {number} has a path that leaves the manifest's folder", "write it as an absolute path")
     return clean
+
+
+def _leaves(folder: Path, path: str) -> bool:
+    """Whether a relative path leads out of the folder, by itself or through a link."""
+    if os.path.normpath(path).split(os.sep)[0] == os.pardir:
+        return True
+    try:
+        found, home = os.path.realpath(folder / path), os.path.realpath(folder)
+    except ValueError:  # a name with a NUL, which no file has
+        return False
+    return os.path.commonpath([found, home]) != home

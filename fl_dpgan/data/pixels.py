@@ -4,8 +4,6 @@ Every rule looks at one image alone, and each that changes pixels has a name, wh
 """
 
 import os
-import struct
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,16 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_dpgan.data.formats import bad
+from fl_dpgan.errors import DataError
 
 # An image, uint8 (H, W) or (H, W, 3), and the names of the conversions that it took.
 Picture = tuple[NDArray[np.uint8], tuple[str, ...]]
 
 MAX_PIXELS = 1 << 26  # four times the largest radiograph; a small file can claim more to fill the memory
-# What Pillow's parsers raise in a damaged file, besides OSError.
-_DAMAGED = (
-    *(ValueError, SyntaxError, ArithmeticError, LookupError, TypeError, AttributeError, EOFError, MemoryError),
-    *(struct.error, zlib.error),
-)
 _ORIENTATION = 0x0112  # the EXIF tag: what to do to the stored rows and columns so that up is up
 _UPRIGHT: dict[int, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
     2: np.fliplr,
@@ -58,9 +52,11 @@ def read_image(path: Path) -> Picture:
             deep = any(str(tile[3]).endswith(";16B") for tile in image.tile)
             pixels, notes = _deep_grey(image) if image.mode.startswith("I;16") else _eight_bits(image, deep)
             turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
+    except DataError:
+        raise
     except (OSError, Image.DecompressionBombError) as error:
         raise bad(path, f"is not a readable image ({error})", "replace or remove the file") from None
-    except _DAMAGED as error:  # such a message may quote what stands in the file
+    except Exception as error:  # Pillow raises whatever its parsers meet, and may quote it
         raise bad(path, f"is not a readable image ({type(error).__name__})", "replace or remove the file") from None
     if turn is not None:
         return turn(pixels), (*notes, "turned upright by EXIF")

@@ -93,7 +93,7 @@ def test_a_subset_keeps_each_records_patient(tmp_path):
     [
         ("", "columns none"),
         ("path,label\n", "has no row"),
-        ("path,label,age\na.png,x,40\n", "columns path, label, age"),
+        ("path,label,age\na.png,x,40\n", "columns path, label, and 1 other"),
         ("path\na.png\n", "columns path;"),
         ("path,label,label\na.png,x,y\n", "columns path, label, label"),
         ("path, label\na.png,x\n", "columns path,"),
