@@ -12,10 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fl_dpgan.errors import ConfigError
 from fl_dpgan.privacy.plan import PrivacyConfig, SitePlan
+from fl_dpgan.text import printable
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class TrainingConfig(_Section):
@@ -237,11 +238,26 @@ def read_toml(path: Path, remedy: str) -> dict[str, Any]:
         ConfigError: there is none (then with the remedy), or it is not TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"no file at {path}; {remedy}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
+    except (ValueError, RecursionError, OSError) as error:  # ValueError: not TOML, not UTF-8, or a number without end
+        raise ConfigError(f"{path} cannot be read as TOML: {printable(str(error), 300)}; mend the file") from error
+    if _deep(tables):
+        raise ConfigError(f"{path} has tables within tables without end; mend the file")
+    return tables
+
+
+def _deep(tables: dict[str, Any]) -> bool:
+    """Whether values lie deeper in each other than in any file of ours: what walks through them calls itself."""
+    level: list[Any] = [tables]
+    for _ in range(32):
+        level = [inner for one in level if isinstance(one, dict | list) for inner in _held(one)]
+    return bool(level)
+
+
+def _held(one: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return one.values() if isinstance(one, dict) else one
 
 
 M = TypeVar("M", bound=BaseModel)
@@ -279,10 +295,7 @@ def load_scenario(name_or_path: str, overrides: Iterable[str] = ()) -> Scenario:
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in scenario_folder().glob("*.toml")))
         raise ConfigError(f"no scenario {name_or_path!r}; choose one of {known}, or give a .toml file")
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    raw = read_toml(path, "give another one")
     changes = [_parsed(override) for override in overrides]
     for keys, value in changes:
         if keys == ["method"]:
@@ -308,22 +321,29 @@ def parse_scenario(raw: dict[str, Any]) -> Scenario:
 def one_line(error: ValidationError) -> str:
     """A validation error's first problem, as `where: what`."""
     problem = error.errors()[0]
-    where = ".".join(str(part) for part in problem["loc"])
+    where = printable(".".join(str(part) for part in problem["loc"]), 200)  # may be keys of a file from elsewhere
     if problem["type"] == "extra_forbidden":
         return f"unknown key {where!r}; remove it or correct its name"
-    message = str(problem["msg"]).removeprefix("Value error, ")
+    message = printable(str(problem["msg"]).removeprefix("Value error, "), 500)
     value = problem["input"]
-    shown = f" (got {value!r})" if isinstance(value, int | float | str) else ""
+    shown = f" (got {_shown(value)})" if isinstance(value, int | float | str) else ""
     return f"{where}: {message}{shown}" if where else message
+
+
+def _shown(value: float | str) -> str:
+    if isinstance(value, int) and abs(value) >= 1 << 64:  # Python does not write out a number of thousands of digits
+        return f"a number of {value.bit_length()} bits"
+    return f"{value!r:.200}"
 
 
 def _take_method(raw: dict[str, Any], path: Path) -> None:
     methods, name = raw.pop("methods", None), raw.get("method")
     if methods is None and name is None:
         return
-    if not isinstance(methods, dict) or not isinstance(methods.get(name), dict):
-        known = ", ".join(methods) if isinstance(methods, dict) else "none"
-        raise ConfigError(f"{path.stem} has no method {name!r}; choose one of {known}")
+    if not isinstance(methods, dict) or not isinstance(name, str) or not isinstance(methods.get(name), dict):
+        known = printable(", ".join(methods), 300) if isinstance(methods, dict) else "none"
+        asked = f"{name!r:.200}" if isinstance(name, str) else "of such a name"
+        raise ConfigError(f"{path.stem} has no method {asked}; choose one of {known}")
     _merge(raw, methods[name])
 
 

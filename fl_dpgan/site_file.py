@@ -1,9 +1,9 @@
 """A site's file, `site.toml`: its name, its data, its guard, and its policy. `site init` writes a commented one."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from fl_dpgan.config import one_line, read_toml, validated
 from fl_dpgan.errors import ConfigError
@@ -11,6 +11,15 @@ from fl_dpgan.privacy.entries import MAIN, NAME
 from fl_dpgan.privacy.policy import Policy
 
 Source = Literal["folder", "manifest", "npz", "idx"]
+
+
+def _usable(path: Path) -> Path:
+    if not str(path).isprintable():
+        raise ValueError("characters that no path should have; write another one")
+    return path
+
+
+_Path = Annotated[Path, AfterValidator(_usable)]
 
 
 class _Table(BaseModel):
@@ -26,8 +35,8 @@ class SiteData(_Table):
         'label and, if wanted, patient, frame and split; rows of split "test" are left out. "npz": PATH is an NPZ file '
         'with the arrays images and labels. "idx": PATH is a folder with one file of images and one of labels.',
     )
-    path: Path = Field(Path("images"), description="The folder or file; a relative path starts at this file.")
-    cache: Path = Field(
+    path: _Path = Field(Path("images"), description="The folder or file; a relative path starts at this file.")
+    cache: _Path = Field(
         Path("cache"),
         description="A folder for the images once read, so that a restart takes seconds; only the guard's user may "
         "read it.",
@@ -40,7 +49,7 @@ class SiteData(_Table):
 class GuardSettings(_Table):
     """The process that holds the data and the ledger."""
 
-    socket: Path = Field(
+    socket: _Path = Field(
         Path("/run/fl-dpgan/guard.sock"),
         description="Where Flower's ClientApp reaches the guard, on this machine alone.",
     )
@@ -58,13 +67,13 @@ class SiteFile(_Table):
         pattern=NAME,
         description="The site's name, the same in every run. It becomes public.",
     )
-    ledger: Path = Field(
+    ledger: _Path = Field(
         Path("ledger.sqlite"), description="The ledger, one file for ever; a relative path starts at this file."
     )
     budget: str = Field(
-        MAIN, description='Which of the ledger\'s budgets pays: "main", or one opened with `budget declare-disjoint`.'
+        MAIN, pattern=NAME, description='Which of the ledger\'s budgets pays: "main", or one opened with `budget declare-disjoint`.'
     )
-    federation: Path = Field(
+    federation: _Path = Field(
         Path("federation.toml"), description="The coordinator's description of the federation; read it before you join."
     )
     policy: Policy
