@@ -47,7 +47,7 @@ class Event:
 
     def __post_init__(self) -> None:
         if self.mechanism not in MECHANISMS:
-            raise ConfigError(f"mechanism {self.mechanism!r} is unknown; use one of {', '.join(MECHANISMS)}")
+            raise ConfigError(f"mechanism {self.mechanism!r:.80} is unknown; use one of {', '.join(MECHANISMS)}")
         if not 0 < self.sample_rate <= 1:
             raise ConfigError(f"sample rate q = {self.sample_rate} is outside (0, 1]; lower the batch size")
         if not _LEAST_SIGMA <= self.noise_multiplier <= 1e6:

@@ -12,6 +12,7 @@ A ledger is one SQLite file. Its table `entries` has a row per entry: `seq` (1, 
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -87,15 +88,90 @@ def charge_payload(charge: Charge, *, delta: float, time: float) -> dict[str, An
     return {**fields.pop("event"), **fields, "delta": delta, "time": time}
 
 
-def charge_of(payload: dict[str, Any]) -> Charge:
-    """The charge that `charge_payload` wrote.
+def account_of(payload: dict[str, Any]) -> Account:
+    """The account that `account_payload` wrote.
 
     Raises:
-        KeyError, ConfigError: a field is missing or out of its range.
+        ValueError: it is another entry, or a field is missing, unknown or out of its range.
     """
-    event = Event(payload["sample_rate"], payload["noise_multiplier"], payload["count"], payload["mechanism"])
+    check("account", payload)
+    return Account(**{key: value for key, value in payload.items() if key not in ("format", "time")})
+
+
+def declaration_of(payload: dict[str, Any]) -> Declaration:
+    """The declaration of a `disjoint` entry; ValueError as for `account_of`."""
+    check("disjoint", payload)
+    return Declaration(payload["name"], payload["declared_size"], payload["reason"])
+
+
+def charge_of(payload: dict[str, Any]) -> Charge:
+    """The charge that `charge_payload` wrote; ValueError as for `account_of`.
+
+    Raises:
+        ConfigError: its event is out of the accountant's range.
+    """
+    check("charge", payload)
     keys = ("clipping_norm", "run", "round", "request", "share", "plan", "budget")
-    return Charge(event, **{key: payload[key] for key in keys})
+    return Charge(event_of(payload), **{key: payload[key] for key in keys})
+
+
+def event_of(payload: dict[str, Any]) -> Event:
+    """The event in a charge's payload, of which the types were checked; ConfigError as for `charge_of`."""
+    return Event(payload["sample_rate"], payload["noise_multiplier"], payload["count"], payload["mechanism"])
+
+
+def check(kind: str, payload: object) -> None:
+    """Whether a payload has the fields of its kind, each of its type: a file may hold anything.
+
+    Raises:
+        ValueError: names the first field that is not as written here.
+    """
+    fields = _FIELDS[kind]
+    if not isinstance(payload, dict) or payload.keys() != fields.keys():
+        raise ValueError(f"an entry that has not the fields of {kind!r}")
+    for key, fits in fields.items():
+        if not fits(payload[key]):
+            raise ValueError(f"an entry {kind!r} with an impossible {key}")
+
+
+def _text(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
+def _count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= 2**53
+
+
+def _number(value: object) -> bool:
+    # what is added up, or divided by the least cost of a step, must stay within a float
+    return type(value) in (int, float) and 0 <= value <= 1e15  # type: ignore[operator]
+
+
+_FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "account": {
+        "format": lambda value: value == FORMAT,
+        "site": _text,
+        "unit": _text,
+        "relation": _text,
+        "declared_size": lambda value: _count(value) and value > 0,
+        "eps_max": _number,
+        "delta": lambda value: _number(value) and 0 < value < 1,
+        "order": lambda value: _number(value) and 2 <= value <= 1024 and value == int(value),
+        "time": _number,
+    },
+    "disjoint": {
+        "name": _text,
+        "declared_size": _count,
+        "reason": lambda value: isinstance(value, str),
+        "time": _number,
+    },
+    "charge": {
+        **dict.fromkeys(("mechanism", "run", "request", "plan", "budget"), _text),
+        **dict.fromkeys(("sample_rate", "noise_multiplier", "clipping_norm", "share", "delta", "time"), _number),
+        **dict.fromkeys(("count", "round"), _count),
+    },
+    "release": {"event": _count, "digest": _text, "time": _number},
+}
 
 
 def text_of(payload: dict[str, Any]) -> str:

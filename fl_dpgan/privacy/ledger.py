@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_dpgan.errors import BudgetError, LedgerError
+from fl_dpgan.errors import BudgetError, ConfigError, LedgerError
 from fl_dpgan.files import sync
 from fl_dpgan.privacy.accountant import Event, epsilon_from_rdp, steps_that_fit, total_rdp
 from fl_dpgan.privacy.entries import (
@@ -27,12 +27,16 @@ from fl_dpgan.privacy.entries import (
     Account,
     Charge,
     Declaration,
+    account_of,
     account_payload,
     charge_of,
     charge_payload,
+    check,
+    declaration_of,
     hash_of,
     text_of,
 )
+from fl_dpgan.text import printable
 
 _SCHEMA = """
 CREATE TABLE entries (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, payload TEXT NOT NULL, previous TEXT NOT NULL,
@@ -101,11 +105,11 @@ class LedgerReader:
             first = self._db.execute("SELECT payload FROM entries WHERE seq = 1 AND kind = 'account'").fetchone()
         if first is None:
             raise LedgerError(f"{self.path} has lost its account; put back a copy of it: nothing is trained without it")
-        terms = json.loads(first[0])
-        if terms.pop("format") != FORMAT:
-            raise LedgerError(f"{self.path} has another format than {FORMAT}; use the version that wrote it")
-        terms.pop("time")
-        self.account = Account(**terms)
+        with self._errors():
+            terms = json.loads(first[0])
+            if isinstance(terms, dict) and terms.get("format") != FORMAT:
+                raise LedgerError(f"{self.path} has another format than {FORMAT}; use the version that wrote it")
+            self.account = account_of(terms)
 
     def close(self) -> None:
         """Close the file; everything charged or stored is already durable.
@@ -119,15 +123,20 @@ class LedgerReader:
 
     def charges(self, run: str | None = None) -> list[Charge]:
         """All charges in order, or those of one run."""
-        found = map(charge_of, self.payloads("charge"))
+        with self._errors():
+            found = [charge_of(payload) for _, payload in self._entries("charge")]
         return [charge for charge in found if run is None or charge.run == run]
 
     def payloads(self, kind: str) -> Iterator[dict[str, Any]]:
         """The entries of one kind in order, each with its `seq`."""
         with self._errors():
-            found = self._db.execute("SELECT seq, payload FROM entries WHERE kind = ? ORDER BY seq", (kind,))
-            for seq, payload in found:
-                yield {"seq": seq, **json.loads(payload)}
+            for seq, payload in self._entries(kind):
+                check(kind, payload)
+                yield {"seq": seq, **payload}
+
+    def _entries(self, kind: str) -> Iterator[tuple[int, Any]]:
+        for seq, payload in self._db.execute("SELECT seq, payload FROM entries WHERE kind = ? ORDER BY seq", (kind,)):
+            yield seq, json.loads(payload)
 
     def last_charge(self, budget: str = MAIN) -> Charge | None:
         """The newest charge to a budget of a round's update; of other mechanisms where it has paid for no update."""
@@ -163,8 +172,8 @@ class LedgerReader:
 
     def declarations(self) -> list[Declaration]:
         """The budgets opened beside the first, in order."""
-        keys = ("name", "declared_size", "reason")
-        return [Declaration(**{key: payload[key] for key in keys}) for payload in self.payloads("disjoint")]
+        with self._errors():
+            return [declaration_of(payload) for _, payload in self._entries("disjoint")]
 
     @property
     def budgets(self) -> dict[str, int]:
@@ -176,7 +185,9 @@ class LedgerReader:
         with self._errors():
             of_run, names = ("", (budget,)) if run is None else (" AND run = ?", (budget, run))
             found = self._db.execute(f"{_COSTS}{of_run} GROUP BY 1, 2, 3", names).fetchall()
-        return [Event(json.loads(q), json.loads(sigma), count, mechanism) for mechanism, q, sigma, count in found]
+            if any(type(count) is not int for *_, count in found):
+                raise ValueError("an entry 'charge' with an impossible count")
+            return [Event(json.loads(q), json.loads(sigma), count, mechanism) for mechanism, q, sigma, count in found]
 
     def epsilon(self, run: str | None = None, budget: str = MAIN) -> float:
         """Epsilon spent, recomputed from the events, at the account's order and delta."""
@@ -211,9 +222,9 @@ class LedgerReader:
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError, ValueError, KeyError) as error:
+        except (sqlite3.Error, OSError, ValueError, TypeError, KeyError, RecursionError, ConfigError) as error:
             raise LedgerError(
-                f"the ledger {self.path} cannot be used: {error}; nothing is trained without it"
+                f"the ledger {self.path} cannot be used: {printable(str(error), 300)}; nothing is trained without it"
             ) from error
 
 

@@ -82,7 +82,8 @@ def verify(path: Path, anchor: str | None = None) -> Verified:
                 books.add(row)
             return books.closed()
     except (_FaultError, sqlite3.Error, OSError, UnicodeError) as error:
-        raise LedgerError(f"{path}{books.place}: {error!s:.300}") from error
+        said = "".join(c if c.isprintable() else " " for c in str(error))  # it may quote the file
+        raise LedgerError(f"{path}{books.place}: {said:.300}") from error
 
 
 class _FaultError(Exception):

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from fl_dpgan.errors import LedgerError
 from fl_dpgan.privacy.accountant import epsilon, epsilon_from_rdp, step_rdp, steps_that_fit, total_rdp
-from fl_dpgan.privacy.entries import MAIN, charge_of
+from fl_dpgan.privacy.entries import MAIN, event_of
 from fl_dpgan.privacy.ledger import LedgerReader
 
 _SHORT = {
@@ -75,7 +75,7 @@ def events_of(path: Path) -> list[dict[str, Any]]:
         rdp: dict[str, float] = {}
         events = []
         for payload in ledger.payloads("charge"):
-            event = charge_of(payload).event
+            event = event_of(payload)
             cost = event.count * step_rdp(event.sample_rate, event.noise_multiplier, order)
             total = rdp[payload["budget"]] = rdp.get(payload["budget"], 0.0) + cost
             spent = epsilon_from_rdp(total, order, delta)
