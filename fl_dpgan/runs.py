@@ -5,20 +5,24 @@ import json
 import platform
 import secrets
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from PIL.Image import Image
-from safetensors import SafetensorError, safe_open
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fl_dpgan.config import Federation, Scenario, Settings, parse_scenario, validated
+from fl_dpgan.config import Federation, Scenario, Settings, one_line, parse_scenario, validated
 from fl_dpgan.errors import RunFolderError
 from fl_dpgan.files import write_atomically
 from fl_dpgan.privacy.accountant import Mechanism
+from fl_dpgan.privacy.plan import SitePlan
+from fl_dpgan.text import printable
 
 _VERSIONS = ("fl-dpgan", "flwr", "ray", "torch", "torchvision", "opacus", "numpy")
 
@@ -88,8 +92,8 @@ class RunFolder:
             if not isinstance(stored, dict) or not ({"scenario", "federation"} & stored.keys()):
                 raise ValueError("neither a scenario nor a federation in it")
             return stored
-        except (ValueError, OSError) as error:
-            raise RunFolderError(f"{file} is damaged ({error}); the run cannot be read") from error
+        except (ValueError, RecursionError, OSError) as error:
+            raise RunFolderError(f"{file} is damaged ({_problem(error)}); the run cannot be read") from error
 
     @property
     def scenario(self) -> Scenario:
@@ -126,16 +130,29 @@ class RunFolder:
         Raises:
             RunFolderError: the file is truncated or not a checkpoint.
         """
+        with self._checkpoint("pt") as stored:
+            if stored is None:
+                return None
+            return {name: stored.get_tensor(name) for name in stored.keys()}, _meta(stored)  # noqa: SIM118
+
+    def checkpoint_meta(self) -> dict[str, Any]:
+        """The last checkpoint's JSON, without its tensors; empty before the first. Errors as for `load_checkpoint`."""
+        with self._checkpoint("np") as stored:
+            return {} if stored is None else _meta(stored)
+
+    @contextmanager
+    def _checkpoint(self, framework: str) -> Iterator[Any]:
         file = self.path / "checkpoint.safetensors"
         if not file.exists():
-            return None
+            yield None
+            return
         try:
-            with safe_open(file, framework="pt") as stored:
-                meta = json.loads((stored.metadata() or {})["fl_dpgan"])
-                return {name: stored.get_tensor(name) for name in stored.keys()}, meta  # noqa: SIM118
-        except (SafetensorError, KeyError, ValueError, OSError) as error:
+            with safe_open(file, framework=framework) as stored:
+                yield stored
+        except Exception as error:  # safetensors raises whatever a strange type or shape brings about
+            said = _problem(error)
             raise RunFolderError(
-                f"{file} is damaged ({error}); put back a copy of it, or start a new run in another --out"
+                f"{file} is damaged ({said}); put back a copy of it, or start a new run in another --out"
             ) from error
 
     def note_asked(self, mechanism: Mechanism, sites: dict[str, dict[str, Any]]) -> None:
@@ -154,10 +171,14 @@ class RunFolder:
             RunFolderError: the file is damaged.
         """
         file = self.path / "asked.json"
+        if not file.exists():
+            return []
         try:
-            return [(mechanism, sites) for mechanism, sites in json.loads(file.read_bytes())] if file.exists() else []
-        except (ValueError, OSError) as error:
-            raise RunFolderError(f"{file} is damaged ({error}); put back a copy of it") from error
+            content = file.read_bytes()
+            _ASKED.validate_json(content)
+            return [(mechanism, sites) for mechanism, sites in json.loads(content)]
+        except (ValueError, RecursionError, OSError) as error:
+            raise RunFolderError(f"{file} is damaged ({_problem(error)}); put back a copy of it") from error
 
     def save_grid(self, grid: Image, round_number: int) -> None:
         """Keep a sample grid of this round's generator."""
@@ -166,12 +187,13 @@ class RunFolder:
         grid.save(folder / f"round-{round_number:04d}.png")
 
     def rounds(self) -> Iterator[dict[str, Any]]:
-        """The round log's lines; a line that a crash cut short is passed over."""
+        """The round log's lines; what is no record, as a line that a crash cut short, is passed over."""
         file = self.path / "rounds.jsonl"
-        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        for line in file.read_bytes().split(b"\n") if file.exists() else []:
             try:
+                _Round.model_validate_json(line)
                 yield json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
 
     def log_round(self, record: dict[str, Any]) -> None:
@@ -183,6 +205,74 @@ class RunFolder:
         """Drop the lines after the checkpoint's round; those rounds are done again."""
         kept = [json.dumps(record) + "\n" for record in self.rounds() if record["round"] <= last_round]
         write_atomically(self.path / "rounds.jsonl", "".join(kept).encode())
+
+
+class _Memory(BaseModel):
+    """What is remembered of a site (`SiteRecord.memory`)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    plan: SitePlan
+    steps: int = Field(ge=0, le=10**9)
+    evaluations: int = Field(ge=0, le=10**9)
+    releases: int = Field(0, ge=0, le=10**9)
+    head: str = Field("", pattern=r"^([0-9a-f]{64})?$")
+
+
+class _Meta(BaseModel):
+    """The JSON of a checkpoint; what an older version left out has a default."""
+
+    model_config = ConfigDict(strict=True)
+    run: str
+    round: int = Field(ge=0, le=10**7)
+    released: bool = False
+    sites: dict[str, _Memory]
+
+
+class _Outcome(BaseModel):
+    """What became of a request, as far as something reads it."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    status: str
+    reason: str = ""
+    rule: str = ""
+    epsilon: float | None = None
+
+
+class _Evaluation(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    accuracy: float = 0.0
+    noise_sd: float | None = None
+    outcomes: dict[str, _Outcome] = {}
+
+
+class _Round(BaseModel):
+    """A line of the round log, as far as something reads it."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    round: int = Field(ge=0, le=10**7)
+    seconds: float = 0.0
+    g_loss: float | None = None
+    epsilon_min: float | None = None
+    epsilon_max: float | None = None
+    sites: dict[str, _Outcome] = {}
+    not_joined: list[str] = []
+    stopped: str = ""
+    evaluation: _Evaluation | None = None
+
+
+_ASKED = TypeAdapter(list[tuple[Mechanism, dict[str, _Memory]]])
+
+
+def _meta(stored: Any) -> dict[str, Any]:
+    text = (stored.metadata() or {})["fl_dpgan"]
+    _Meta.model_validate_json(text)
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _problem(error: Exception) -> str:
+    """What is wrong with a file, on a line; it may quote what stands there."""
+    return one_line(error) if isinstance(error, ValidationError) else printable(str(error), 300) or type(error).__name__
 
 
 def _run_name(settings: Scenario | Federation) -> str:

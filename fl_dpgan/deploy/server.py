@@ -94,8 +94,10 @@ class ServerFolder:
         file = self.path / "sites.json"
         try:
             found: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+            if not all(isinstance(site[key], str) for site in found.values() for key in ("node", "public_key")):
+                raise ValueError("a site without its node and key")
             return found
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
             raise ConfigError(f"{file} cannot be read: {error}; put back a copy of it") from error
 
     def register(self, public_key: Path, name: str) -> str:

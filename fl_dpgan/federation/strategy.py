@@ -25,7 +25,7 @@ from fl_dpgan.privacy.accountant import Mechanism
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.runs import RunFolder
 from fl_dpgan.training.generator import GeneratorTrainer, Loss, adversarial, cosine
-from fl_dpgan.training.state import load_optimizer, optimizer_tensors
+from fl_dpgan.training.state import load_module, load_optimizer, optimizer_tensors
 
 
 class FedDPGAN(Strategy):
@@ -410,14 +410,17 @@ class FedDPGAN(Strategy):
         if meta["run"] != self._run:
             raise RunFolderError(f"the checkpoint in {self._folder.path} is of run {meta['run']}, not {self._run}")
         for key, module in self._modules.items():
-            state = {name: tensors[f"{key}.{name}"] for name in module.state_dict()}
-            module.load_state_dict(state)
+            load_module(module, tensors, key)
         prefix = "optimizer."
         self._trainer.restart()
-        load_optimizer(
-            self._trainer.optimizer, {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
-        )
-        self._done, self._released = int(meta["round"]), bool(meta["released"])
+        moments = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
+        try:
+            load_optimizer(self._trainer.optimizer, moments)
+        except ValueError as error:
+            raise RunFolderError(
+                f"the checkpoint in {self._folder.path} is damaged ({error}); put back a copy of it"
+            ) from error
+        self._done, self._released = int(meta["round"]), bool(meta.get("released"))
         self._roster.memory = dict(meta["sites"])
         self._count_asked()
         self._folder.cut_log(self._done)

@@ -153,7 +153,7 @@ def write_report(folder: RunFolder, rows: list[dict[str, Any]], curves: Mapping[
 def _json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise RunFolderError(f"{file} is damaged ({error}); put back a copy of it") from error
     if not isinstance(content, dict):
         raise RunFolderError(f"{file} is damaged (it holds no JSON object); put back a copy of it")

@@ -18,6 +18,7 @@ from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.report.budgets import budget_rows, ledgers_of
 from fl_dpgan.runs import RunFolder
 from fl_dpgan.training.generator import draw
+from fl_dpgan.training.state import load_module
 
 #: What is said of a run whose plan is `non_private`, in place of budgets.
 NO_GUARANTEE = "no guarantee: noise and clipping were off"
@@ -36,7 +37,7 @@ def run_generator(folder: RunFolder) -> tuple[nn.Module, dict[str, Any]]:
         raise RunFolderError(f"{folder.path} has no checkpoint yet; let the run finish a round")
     tensors, meta = found
     generator, _ = from_config(folder.settings.model, folder.settings.seed)
-    generator.load_state_dict({name: tensors[f"ema.{name}"] for name in generator.state_dict()})
+    load_module(generator, tensors, "ema")
     return generator.eval(), meta
 
 

@@ -1,6 +1,5 @@
 """What a coordinator sees of a run while it goes on: its sites, recomputed from the checkpoint and the round log."""
 
-import json
 import math
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -10,9 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
-from safetensors import SafetensorError, safe_open
 
-from fl_dpgan.errors import RunFolderError
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.runs import RunFolder
 from fl_dpgan.text import printable
@@ -60,7 +57,7 @@ def overview(folder: RunFolder, now: datetime | None = None) -> Overview:
         RunFolderError: its settings or its checkpoint are damaged.
     """
     now, settings = now or datetime.now(UTC), folder.settings
-    records, meta = list(folder.rounds()), _checkpoint(folder)
+    records, meta = list(folder.rounds()), folder.checkpoint_meta()
     view = Overview(settings.name, int(meta.get("round", 0)), settings.all_rounds)
     log = folder.path / "rounds.jsonl"
     written = datetime.fromtimestamp(log.stat().st_mtime, UTC) if log.exists() else None
@@ -104,19 +101,6 @@ def page(view: Overview) -> Group:
     lines += [_text(refusal, "yellow") for refusal in view.refusals[-_SHOWN:]]
     note = "epsilon: what this run can have cost a site at most, recomputed from the plan that it accepted"
     return Group(table, *lines, Text(note, style="dim"))
-
-
-def _checkpoint(folder: RunFolder) -> dict[str, Any]:
-    """The checkpoint's JSON, without its tensors; empty before the first."""
-    file = folder.path / "checkpoint.safetensors"
-    if not file.exists():
-        return {}
-    try:
-        with safe_open(file, framework="np") as stored:
-            meta: dict[str, Any] = json.loads((stored.metadata() or {})["fl_dpgan"])
-            return meta
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
-        raise RunFolderError(f"{file} is damaged ({error}); put back a copy of it") from error
 
 
 def _time(record: dict[str, Any], otherwise: datetime | None) -> datetime | None:
