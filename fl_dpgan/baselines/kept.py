@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from fl_dpgan.errors import DataError
 from fl_dpgan.files import write_atomically
 
 #: Tensors by name, and short texts by key.
@@ -30,11 +31,18 @@ def write(path: Path, tensors: dict[str, Tensor], notes: dict[str, str]) -> None
 
 
 def read(path: Path) -> Kept | None:
-    """What `write` was given last; None where there is no file."""
+    """What `write` was given last; None where there is no file.
+
+    Raises:
+        DataError: the file is damaged.
+    """
     if not path.exists():
         return None
-    with safe_open(path, framework="pt") as stored:
-        return {name: stored.get_tensor(name) for name in stored.keys()}, stored.metadata() or {}  # noqa: SIM118
+    try:
+        with safe_open(path, framework="pt") as stored:
+            return {name: stored.get_tensor(name) for name in stored.keys()}, stored.metadata() or {}  # noqa: SIM118
+    except Exception as error:  # safetensors raises whatever a strange type or shape brings about
+        raise DataError(f"{path} is damaged ({type(error).__name__}); put back a copy of it, or delete it") from error
 
 
 def beside(ledger: Path, run: str, budget: str) -> Path:

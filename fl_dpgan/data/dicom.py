@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ _CODECS = {
     "1.2.840.10008.1.2.4.202": ("HTJ2K", "pip install pylibjpeg pylibjpeg-openjpeg"),
     "1.2.840.10008.1.2.4.203": ("HTJ2K", "pip install pylibjpeg pylibjpeg-openjpeg"),
 }
+_JPEG = "1.2.840.10008.1.2.4."  # how the transfer syntaxes of JPEG's family begin
 _JPEG_2000 = ("1.2.840.10008.1.2.4.90", "1.2.840.10008.1.2.4.91", *(uid for uid in _CODECS if uid[-4:-2] == ".2"))
 
 
@@ -148,6 +150,8 @@ def _decode(header: Header, index: int) -> NDArray[np.integer]:
         if header.value("PhotometricInterpretation") in _JPEG_2000_COLOURS and syntax not in _JPEG_2000:
             raise header.wrong("PhotometricInterpretation", "is one that only JPEG 2000 has")
         missing = syntax in _CODECS and bool(get_decoder(syntax).missing_dependencies)
+        if syntax.startswith(_JPEG) and not missing:
+            _check_frame(header, index, shape)
         # pydicom would cut stray high bits off, and so turn values that contradict the header into others
         pixels = pixel_array(header.dataset, index=index, correct_unused_bits=False)
     except NotImplementedError:
@@ -166,6 +170,47 @@ def _decode(header: Header, index: int) -> NDArray[np.integer]:
     return pixels
 
 
+def _check_frame(header: Header, index: int, shape: tuple[int, int, int]) -> None:
+    """Refuse a frame that says of itself that it is of another size, before it is decoded into one."""
+    from PIL import Image, UnidentifiedImageError
+    from pydicom.encaps import get_frame
+
+    dataset = header.dataset
+    offsets = None
+    if "ExtendedOffsetTable" in dataset and "ExtendedOffsetTableLengths" in dataset:
+        offsets = (dataset.ExtendedOffsetTable, dataset.ExtendedOffsetTableLengths)
+    frames = header.whole("NumberOfFrames", 1) or 1
+    frame = get_frame(dataset.PixelData, index, extended_offsets=offsets, number_of_frames=frames)
+    try:
+        with Image.open(io.BytesIO(frame), formats=("JPEG", "JPEG2000")) as image:
+            size = (image.height, image.width)
+    except UnidentifiedImageError:  # for a codec other than Pillow's to judge
+        return
+    if size != shape[:2]:
+        raise header.wrong("PixelData", "is of another size than (0028,0010) Rows and (0028,0011) Columns say")
+
+
+def _check_segments(header: Header) -> None:
+    """Refuse a palette's segments that would expand to more than a table holds: few bytes make many entries."""
+    descriptor = header.numbers("RedPaletteColorLookupTableDescriptor")
+    one, order = (1, "<") if descriptor[2:] == [8] else (2, "<" if header.little_endian else ">")
+    for colour in ("Red", "Green", "Blue"):
+        keyword = f"Segmented{colour}PaletteColorLookupTableData"
+        data = header.value(keyword)
+        if not isinstance(data, bytes):
+            continue
+        words = np.frombuffer(data[: len(data) // one * one], f"{order}u{one}").tolist()
+        at = entries = 0
+        while at + 1 < len(words):
+            kind, length = words[at : at + 2]
+            if kind > 1:  # PS3.3 C.7.9.2.3: segments that name others
+                raise header.wrong(keyword, "has segments that repeat others", "export it with plain tables")
+            entries += length
+            at += 2 + (length if kind == 0 else 1)
+        if entries > 1 << 16:
+            raise header.wrong(keyword, "expands to more entries than a table has")
+
+
 def _colour(header: Header, form: str, pixels: NDArray[np.integer]) -> Picture:
     """RGB, uint8 (H, W, 3), scaled by the bits that are stored, or by those of the palette's entries."""
     top = bounds(header)[1]
@@ -176,6 +221,7 @@ def _colour(header: Header, form: str, pixels: NDArray[np.integer]) -> Picture:
         return scale(pixels, top), (*notes, "YBR to RGB") if form.startswith("YBR") else notes
     from pydicom.pixels.processing import apply_color_lut
 
+    _check_segments(header)
     try:
         colours = apply_color_lut(pixels, header.dataset)[..., :3]
     except Exception:  # as above

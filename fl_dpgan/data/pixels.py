@@ -80,8 +80,10 @@ def _eight_bits(image: Any, deep: bool) -> Picture:
         notes.append(f"{'palette' if image.mode in ('P', 'PA') else image.mode} to RGB")
     if not image.has_transparency_data:
         return np.asarray(image.convert("L" if grey else "RGB"), np.uint8), tuple(notes)
-    values = np.asarray(image.convert("LA" if grey else "RGBA")).astype(np.uint32)
-    shown = ((values[..., :-1] * values[..., -1:] + 127) // 255).astype(np.uint8)
+    values = np.asarray(image.convert("LA" if grey else "RGBA"))
+    shown = np.empty((*values.shape[:2], values.shape[2] - 1), np.uint8)
+    for row, line in zip(shown, values, strict=True):  # a row at a time: the products take twice the room
+        row[:] = (line[:, :-1].astype(np.uint16) * line[:, -1:] + 127) // 255
     return shown[..., 0] if grey else shown, (*notes, "alpha composited on black")
 
 
