@@ -71,7 +71,9 @@ class SiteFile(_Table):
         Path("ledger.sqlite"), description="The ledger, one file for ever; a relative path starts at this file."
     )
     budget: str = Field(
-        MAIN, pattern=NAME, description='Which of the ledger\'s budgets pays: "main", or one opened with `budget declare-disjoint`.'
+        MAIN,
+        pattern=NAME,
+        description='Which of the ledger\'s budgets pays: "main", or one opened with `budget declare-disjoint`.',
     )
     federation: _Path = Field(
         Path("federation.toml"), description="The coordinator's description of the federation; read it before you join."

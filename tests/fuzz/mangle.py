@@ -1,4 +1,4 @@
-"""Malformed inputs in quantity: mutators over valid samples, and the check that every parser of outside bytes must pass.
+"""Malformed inputs in quantity: mutators over valid samples, and the check that every parser of them must pass.
 
 The mutators take a seeded `Random`, so that an input is known by its number alone.
 """
@@ -26,10 +26,33 @@ LONGEST = 1500
 #: What stands where a file names a patient; no error may tell it.
 SECRET = "Zsaklyn^Qivora"
 
-_INTEGERS = (0, 1, 2, 7, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 10**9, 2**31 - 1, 2**31, 2**32 - 1, 2**53 + 1, 2**63, 2**64 - 1)
+_INTEGERS = (
+    0,
+    1,
+    2,
+    7,
+    0x7F,
+    0x80,
+    0xFF,
+    0x7FFF,
+    0xFFFF,
+    10**9,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**53 + 1,
+    2**63,
+    2**64 - 1,
+)
 _FLOATS = (float("nan"), float("inf"), float("-inf"), -0.0, 5e-324, 1e308, -1e308)
-_TEXTS = (b"\xef\xbb\xbf", b"\x00", b"\xff", b"\xed\xa0\x80", b"\xe2\x80\xae", b"\x1b[2J", b"\n", b"'", b'"', b"{", b"[", b",")
-_NUMBERS = (b"0", b"-1", b"1000000000", b"99999999999999999999", b"9" * 5000, b"1e999", b"NaN", b"-Infinity", b"0x10", b"1.5")
+_TEXTS = (
+    b"\xef\xbb\xbf", b"\x00", b"\xff", b"\xed\xa0\x80", b"\xe2\x80\xae", b"\x1b[2J", b"\n", b"'", b'"', b"{", b"[",
+    b",",
+)  # fmt: skip
+_NUMBERS = (
+    b"0", b"-1", b"1000000000", b"99999999999999999999", b"9" * 5000, b"1e999", b"NaN", b"-Infinity", b"0x10",
+    b"1.5",
+)  # fmt: skip
 
 #: Values of other kinds than a field of JSON or TOML expects, or at the ends of it.
 VALUES: tuple[Any, ...] = (
@@ -63,7 +86,9 @@ def accepted(error: BaseException) -> str:
 I = TypeVar("I")  # noqa: E741
 
 
-def survey(parse: Callable[[I], Any], make: Callable[[Random], I], thorough: bool, *, inputs: int | None = None) -> Counter[str]:
+def survey(
+    parse: Callable[[I], Any], make: Callable[[Random], I], thorough: bool, *, inputs: int | None = None
+) -> Counter[str]:
     """Parse many inputs, and count how it went: `read`, or the kind of the typed error.
 
     Args:
@@ -111,7 +136,7 @@ def _flip(random: Random, data: bytearray, at: int, samples: Sequence[bytes]) ->
 
 
 def _integer(random: Random, data: bytearray, at: int, samples: Sequence[bytes]) -> None:
-    """A length, a count or the like: a number of 1 to 8 bytes, in either order, at the ends of its range or off by one."""
+    """A length, a count or the like: 1 to 8 bytes, in either order, at the ends of their range or off by one."""
     width, order = random.choice([1, 2, 4, 8]), random.choice(["little", "big"])
     near = int.from_bytes(data[at : at + width], order) + random.choice([-1, 1])
     value = random.choice([*_INTEGERS, near, near]) % (1 << 8 * width)
@@ -211,7 +236,9 @@ def changed_json(random: Random, value: Any) -> bytes:
         deep = random.choice([200, 100_000])
         return random.choice([b"[" * deep, b'{"a":' * deep, b"[" * deep + b"]" * deep])
     if what < 0.16:
-        return random.choice([b"\xef\xbb\xbf" + data, text.encode("utf-16"), data + b"\x00", data + data, b"\xff" + data])
+        return random.choice(
+            [b"\xef\xbb\xbf" + data, text.encode("utf-16"), data + b"\x00", data + data, b"\xff" + data]
+        )
     if what < 0.2:
         return data.replace(b'": ', b'": ' + random.choice([*_NUMBERS, b'"\\ud800"', b'"\\u0000"']) + b', "y": ', 1)
     if what < 0.3:
@@ -281,7 +308,13 @@ def changed_safetensors(random: Random, samples: Sequence[bytes]) -> bytes:
 
 
 _ENTRIES: tuple[dict[str, Any], ...] = (
-    *({"dtype": kind} for kind in ("F64", "F16", "BF16", "I64", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "C64", "F4", "U16")),
-    *({"shape": shape} for shape in ([], [0], [1], [10**9], [10**9, 10**9], [2**63], [2**64], [-1], [1] * 70, [0, 2**62])),
+    *(
+        {"dtype": kind}
+        for kind in ("F64", "F16", "BF16", "I64", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "C64", "F4", "U16")
+    ),
+    *(
+        {"shape": shape}
+        for shape in ([], [0], [1], [10**9], [10**9, 10**9], [2**63], [2**64], [-1], [1] * 70, [0, 2**62])
+    ),
     *({"data_offsets": ends} for ends in ([0, 0], [0, 10**12], [4, 0], [2**63, 2**63], [0, 2**64], [1, 5], [-4, 0])),
 )

@@ -58,8 +58,9 @@ def test_an_idx_file_that_claims_a_billion_images(tmp_path, suffix):
     content = pack(claimed + bytes(5_000_000))[:SMALL] if suffix else claimed + bytes(5000)
     images, labels = file(tmp_path, f"i{suffix}", content), file(tmp_path, f"l{suffix}", pack(idx(np.arange(9))))
     refused(lambda: read_idx_pair(images, labels, ("0",)), error="DataError")
-    images, labels = file(tmp_path, f"i{suffix}", pack(idx(np.zeros((9, 2, 2))))), file(
-        tmp_path, f"l{suffix}", pack(struct.pack(">II", 0x801, MANY) + bytes(5000))
+    images, labels = (
+        file(tmp_path, f"i{suffix}", pack(idx(np.zeros((9, 2, 2))))),
+        file(tmp_path, f"l{suffix}", pack(struct.pack(">II", 0x801, MANY) + bytes(5000))),
     )
     refused(lambda: read_idx_pair(images, labels, ("0",)), error="DataError")
 
@@ -86,7 +87,8 @@ def test_an_npz_file_compressed_by_what_makes_a_million_bytes_of_one_is_refused_
 def png(width: int, height: int, kind: int, data: bytes) -> bytes:
     parts = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)), (b"IDAT", data), (b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(inside)) + name + inside + struct.pack(">I", zlib.crc32(name + inside)) for name, inside in parts
+        struct.pack(">I", len(inside)) + name + inside + struct.pack(">I", zlib.crc32(name + inside))
+        for name, inside in parts
     )
 
 
@@ -128,7 +130,9 @@ def test_a_dicom_file_that_claims_a_billion_pixels_or_frames(tmp_path):
     at = whole.index(b"\xe0\x7f\x10\x00OW") + 8
     for length in (2**31, 2**32 - 2, 2**32 - 1):
         grown, ended = growth(read(whole[:at] + struct.pack("<I", length) + whole[at + 4 :]))
-        assert grown < BOUND and (ended == "read" or ended.startswith("DataError")), ended  # what is there may be enough
+        assert grown < BOUND and (ended == "read" or ended.startswith("DataError")), (
+            ended
+        )  # what is there may be enough
 
 
 @pytest.mark.parametrize("form", ["JPEG", "JPEG2000"])

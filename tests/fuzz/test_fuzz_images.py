@@ -93,16 +93,31 @@ def zipped(members: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> byt
     return stream.getvalue()
 
 
-_SHAPES = ("()", "(6,)", "(0, 9, 9)", "(10**9, 28, 28)", "(1000000000, 28, 28)", "(0, 10000000000000000000000)", "(-6, 9, 9)",
-           "(True, 6)", "(6, 9, 9, 3)", "(" + "1, " * 70 + "486)", "(486, 1, 1, 1, 1)", "(2**64,)", "(99999999999999999999,)",
-           "(" * 300, "(6, 9", "6", "(6L, 9L, 9L)", "(1.5,)", "(6, 9, 9)\x00", "'a'", "[6, 9, 9]", "(6, 9, 9), 'x': 1")  # fmt: skip
-_TYPES = ("'|O'", "'<f4'", "'>f8'", "'<f2'", "'<i8'", "'<u8'", "'|S3'", "'<U3'", "'<M8[s]'", "'|V1'", "'<c16'", "'|b1'", "[('a', '|O')]",
-          "'" + "x" * 3000 + "'", "[]", "()", "{}", "None", "'|u1', 'u1'", "('|u1', (3,))", "'<f16'", "'|u0'", "'|u9'")  # fmt: skip
+_SHAPES = (
+    "()", "(6,)", "(0, 9, 9)", "(10**9, 28, 28)", "(1000000000, 28, 28)", "(0, 10000000000000000000000)",
+    "(-6, 9, 9)", "(True, 6)", "(6, 9, 9, 3)", "(" + "1, " * 70 + "486)", "(486, 1, 1, 1, 1)", "(2**64,)",
+    "(99999999999999999999,)", "(" * 300, "(6, 9", "6", "(6L, 9L, 9L)", "(1.5,)", "(6, 9, 9)\x00", "'a'",
+    "[6, 9, 9]", "(6, 9, 9), 'x': 1",
+)  # fmt: skip
+_TYPES = (
+    "'|O'", "'<f4'", "'>f8'", "'<f2'", "'<i8'", "'<u8'", "'|S3'", "'<U3'", "'<M8[s]'", "'|V1'", "'<c16'", "'|b1'",
+    "[('a', '|O')]", "'" + "x" * 3000 + "'", "[]", "()", "{}", "None", "'|u1', 'u1'", "('|u1', (3,))", "'<f16'",
+    "'|u0'", "'|u9'",
+)  # fmt: skip
 
 
 def test_a_malformed_npz_file_is_read_or_refused(tmp_path, thorough):
-    whole = {"images.npy": npy(PIXELS), "labels.npy": npy(LABELS), "train_images.npy": npy(PIXELS[..., None].astype(float)),
-             "train_labels.npy": npy(LABELS[:, None], (2, 0)), "test_labels.npy": npy(LABELS.astype(np.uint8))}  # fmt: skip
+    whole = {
+        "images.npy": npy(PIXELS),
+        "labels.npy": npy(LABELS),
+        "train_images.npy": npy(PIXELS[..., None].astype(float)),
+        "train_labels.npy": npy(LABELS[:, None], (2, 0)),
+        "test_labels.npy": npy(LABELS.astype(np.uint8)),
+    }
+    strange = [
+        *(np.array(SECRET), np.array(2), np.array([None, "a"], object), np.full((6, 1), 2**63, np.uint64)),
+        *(np.full((6, 9, 9), np.nan), np.arange(486.0).reshape(6, 9, 9) - 1e300),
+    ]
 
     def make(random):
         members = dict(whole)
@@ -119,9 +134,7 @@ def test_a_malformed_npz_file_is_read_or_refused(tmp_path, thorough):
             raw = text.encode("latin-1")
             members[name] = content[:8] + struct.pack("<H", len(raw)) + raw + content[128:]
         elif what < 0.7:
-            other = random.choice([np.array(SECRET), np.full((6, 9, 9), np.nan), np.arange(486.0).reshape(6, 9, 9) - 1e300,
-                                   np.array(2), np.full((6, 1), 2**63, np.uint64), np.array([None, "a"], object)])  # fmt: skip
-            members[name] = npy(other)
+            members[name] = npy(random.choice(strange))
         elif what < 0.75:
             del members[name]
         data = zipped(members, random.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_DEFLATED,
@@ -137,15 +150,10 @@ def test_a_malformed_npz_file_is_read_or_refused(tmp_path, thorough):
     def parse(content):
         write(path, content)
         try:
-            raw = read_site_npz(path)
-        finally:
-            with_error = None
-            try:
-                read_npz(path, "train", None)
-            except DataError as error:
-                with_error = error
-            if with_error:
-                accepted(with_error)
+            assert len(list(read_npz(path, "train", None).images)) > 0
+        except DataError as error:
+            accepted(error)
+        raw = read_site_npz(path)
         assert len(list(raw.images)) == len(raw.labels)
 
     parse(zipped(whole))
@@ -174,8 +182,9 @@ def pngs() -> list[bytes]:
     frames = [Image.new("L", (8, 8), n) for n in (1, 2)]
     stream = io.BytesIO()
     frames[0].save(stream, "PNG", save_all=True, append_images=frames[1:])
-    return [picture("PNG", "L"), picture("PNG", "RGB", exif=exif()), picture("PNG", "RGBA"), picture("PNG", "P", transparency=3),
-            picture("PNG", "1"), picture("PNG", "I;16"), picture("PNG", "LA", icc_profile=b"x" * 200), stream.getvalue()]  # fmt: skip
+    plain = [picture("PNG", mode) for mode in ("L", "RGBA", "1", "I;16")]
+    marked = [picture("PNG", "RGB", exif=exif()), picture("PNG", "P", transparency=3)]
+    return [*plain, *marked, picture("PNG", "LA", icc_profile=b"x" * 200), stream.getvalue()]
 
 
 def jpegs() -> list[bytes]:
@@ -199,15 +208,20 @@ def changed_png(random: Random, samples: list[bytes]) -> bytes:
     elif what < 0.2:
         chunks.insert(random.randrange(len(chunks) + 1), chunks[place])
     elif what < 0.3:
-        name = random.choice([b"tEXt", b"zTXt", b"iTXt", b"iCCP", b"eXIf", b"tRNS", b"PLTE", b"gAMA", b"pHYs", b"acTL", b"fcTL", b"IHDR"])
-        inner = random.choice([b"", b"a\0\0" + zlib.compress(bytes(10**6)), b"Exif\0\0MM\0*\0\0\0\x08\0\x01", random.randbytes(13)])
+        name = random.choice(
+            [b"tEXt", b"zTXt", b"iTXt", b"iCCP", b"eXIf", b"tRNS", b"PLTE", b"gAMA", b"pHYs", b"acTL", b"fcTL", b"IHDR"]
+        )
+        inner = random.choice(
+            [b"", b"a\0\0" + zlib.compress(bytes(10**6)), b"Exif\0\0MM\0*\0\0\0\x08\0\x01", random.randbytes(13)]
+        )
         chunks.insert(1, (name, inner))
     elif what < 0.45 and kind == b"IDAT":
         chunks[place] = (kind, zlib.compress(mangled(random, [zlib.decompress(content)])))
     else:
         chunks[place] = (kind, mangled(random, [content], head=40) if content else random.randbytes(9))
     whole = b"".join(
-        struct.pack(">I", len(inside)) + name + inside + struct.pack(">I", zlib.crc32(name + inside)) for name, inside in chunks
+        struct.pack(">I", len(inside)) + name + inside + struct.pack(">I", zlib.crc32(name + inside))
+        for name, inside in chunks
     )
     return data[:8] + whole
 
@@ -243,7 +257,11 @@ def dicom(syntax=ExplicitVRLittleEndian, pixels=None, **tags) -> bytes:
     allocated = 16 if pixels is None else 8
     dataset.Rows, dataset.Columns, dataset.SamplesPerPixel = 8, 10, 1
     dataset.PhotometricInterpretation = "MONOCHROME2"
-    dataset.BitsAllocated, dataset.BitsStored, dataset.HighBit = allocated, 12 if allocated == 16 else 8, 11 if allocated == 16 else 7
+    dataset.BitsAllocated, dataset.BitsStored, dataset.HighBit = (
+        allocated,
+        12 if allocated == 16 else 8,
+        11 if allocated == 16 else 7,
+    )
     dataset.PixelRepresentation = 0
     for keyword, value in tags.items():
         setattr(dataset, keyword, value)
@@ -280,10 +298,17 @@ def dicoms() -> list[bytes]:
         stream = io.BytesIO()
         Image.fromarray(grey).save(stream, form, **({"irreversible": False} if form == "JPEG2000" else {}))
         streams[form] = encapsulate([stream.getvalue()])
-    rle = struct.pack("<16I", 1, 64, *[0] * 14) + b"".join(b"\x07" + grey[row, :8].tobytes() + b"\x01" + grey[row, 8:].tobytes() for row in range(8))
+    rle = struct.pack("<16I", 1, 64, *[0] * 14) + b"".join(
+        b"\x07" + grey[row, :8].tobytes() + b"\x01" + grey[row, 8:].tobytes() for row in range(8)
+    )
     palette = {f"{c}PaletteColorLookupTableDescriptor": [256, 0, 16] for c in ("Red", "Green", "Blue")}
-    tables = {f"{c}PaletteColorLookupTableData": np.arange(256, dtype=np.uint16).tobytes() for c in ("Red", "Green", "Blue")}
-    segments = {f"Segmented{c}PaletteColorLookupTableData": struct.pack("<8H", 0, 1, 0, 1, 255, 65535, 0, 0) for c in ("Red", "Green", "Blue")}
+    tables = {
+        f"{c}PaletteColorLookupTableData": np.arange(256, dtype=np.uint16).tobytes() for c in ("Red", "Green", "Blue")
+    }
+    segments = {
+        f"Segmented{c}PaletteColorLookupTableData": struct.pack("<8H", 0, 1, 0, 1, 255, 65535, 0, 0)
+        for c in ("Red", "Green", "Blue")
+    }
     return [
         dicom(WindowCenter=2000, WindowWidth=3000, RescaleSlope=2, RescaleIntercept=-5),
         dicom(ImplicitVRLittleEndian, PixelPaddingValue=0, PixelPaddingRangeLimit=3, BurnedInAnnotation="YES"),
@@ -327,8 +352,11 @@ def manifest(rows, mark=",") -> bytes:
 
 ROWS = [["path", "label", "patient", "frame", "split"], ["a.png", "ill", SECRET, "", "train"],
         ["b/c.dcm", "healthy", SECRET, "3", "test"], ["b/d.png", "ill", "p2", "1", "train"]]  # fmt: skip
-CELLS = ("", " ", "../x.png", "/etc/passwd", "a/../../x", "b/../a.png", "x\x00y", "x" * 5000, "\ud800", "\u202e", "\x1b[2J", '"', "=1+1",
-         "-1", "0", "1e9", "999999999", "9" * 5000, "٣", "²", "NaN", "a\nb", "path", "label", "./a.png", "//a", "~", ".", "..")  # fmt: skip
+CELLS = (
+    "", " ", "../x.png", "/etc/passwd", "a/../../x", "b/../a.png", "x\x00y", "x" * 5000, "\ud800", "\u202e",
+    "\x1b[2J", '"', "=1+1", "-1", "0", "1e9", "999999999", "9" * 5000, "٣", "²", "NaN", "a\nb", "path", "label",
+    "./a.png", "//a", "~", ".", "..",
+)  # fmt: skip
 
 
 def read_manifest_rows(path):
@@ -359,7 +387,9 @@ def test_a_malformed_manifest_is_read_or_refused_and_no_error_tells_a_patient(tm
 
 def test_a_manifest_of_any_cells_is_read_or_refused(tmp_path, thorough):
     path = tmp_path / "manifest.csv"
-    cell = st.sampled_from(CELLS) | st.text(st.sampled_from("a.,;\t\r\n\"'/\\ ~\x00\x1b\xa0\u202e\ud800é1"), max_size=12)
+    cell = st.sampled_from(CELLS) | st.text(
+        st.sampled_from("a.,;\t\r\n\"'/\\ ~\x00\x1b\xa0\u202e\ud800é1"), max_size=12
+    )
 
     @hypotheses(thorough)
     @given(st.lists(st.tuples(cell, cell, st.just(SECRET), cell), max_size=4))

@@ -64,7 +64,9 @@ def changed_entry(random: Random, content: bytes) -> bytes:
         return db.serialize()
 
 
-@pytest.mark.parametrize("read", [shown, verify, lambda path: Ledger(path).close()], ids=["shown", "verified", "opened"])
+@pytest.mark.parametrize(
+    "read", [shown, verify, lambda path: Ledger(path).close()], ids=["shown", "verified", "opened"]
+)
 def test_a_malformed_ledger_is_read_or_refused(kept, tmp_path, read, thorough):
     path = tmp_path / "l.sqlite"
 

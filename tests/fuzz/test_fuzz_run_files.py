@@ -1,4 +1,4 @@
-"""Whatever lies in a run's folder is read, passed over, or a typed error: a run goes on from it, and people look at it."""
+"""Whatever lies in a run's folder is read, passed over, or a typed error: a run goes on from it, and people see it."""
 
 import json
 

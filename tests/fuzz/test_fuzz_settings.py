@@ -46,9 +46,11 @@ clipping = { rule = "fixed", c = 1.0 }
 [methods.other.training]
 rounds = 3
 """
-DEEP = (b"x = " + b"[" * 3000 + b"]" * 3000, b"x = " + b"{a=" * 3000, b"[" + b"a." * 3000 + b"a]", b"x = 0x" + b"f" * 9000,
-        b"x = " + b"9" * 9000, b"x = 1e999", b"seed = 0x" + b"f" * 5000, b"[[x]]\n" * 3000, b'"\\u0000" = 1', b"x = 9999-99-99",
-        b"name = 2020-01-01T00:00:00Z", b"seed = -nan")  # fmt: skip
+DEEP = (
+    b"x = " + b"[" * 3000 + b"]" * 3000, b"x = " + b"{a=" * 3000, b"[" + b"a." * 3000 + b"a]",
+    b"x = 0x" + b"f" * 9000, b"x = " + b"9" * 9000, b"x = 1e999", b"seed = 0x" + b"f" * 5000, b"[[x]]\n" * 3000,
+    b'"\\u0000" = 1', b"x = 9999-99-99", b"name = 2020-01-01T00:00:00Z", b"seed = -nan",
+)  # fmt: skip
 
 
 def toml(value: Any) -> str:
@@ -87,7 +89,11 @@ def changed_toml(random: Random, sample: bytes) -> bytes:
 
 @pytest.mark.parametrize(
     ("read", "sample"),
-    [(site_file.load_site, SITE), (config.load_federation, FEDERATION), (lambda path: config.load_scenario(str(path)), SCENARIO)],
+    [
+        (site_file.load_site, SITE),
+        (config.load_federation, FEDERATION),
+        (lambda path: config.load_scenario(str(path)), SCENARIO),
+    ],
     ids=["site.toml", "federation.toml", "scenario"],
 )
 def test_a_malformed_file_is_read_or_refused(tmp_path, read, sample, thorough):
@@ -122,7 +128,9 @@ def test_a_sites_file_with_anything_in_place_of_a_value_is_read_or_refused(tmp_p
         try:
             path.write_bytes(document(whole))
             site = site_file.load_site(path)
-            assert all("\x00" not in str(one) for one in (site.ledger, site.federation, site.data.path, site.data.cache))
+            assert all(
+                "\x00" not in str(one) for one in (site.ledger, site.federation, site.data.path, site.data.cache)
+            )
         except ConfigError as error:
             accepted(error)
         finally:

@@ -117,7 +117,9 @@ def test_a_pickle_in_the_cache_or_beside_a_ledger_is_not_unpickled(tmp_path, mar
 # --- paths
 
 
-@pytest.mark.parametrize("path", ["../x.png", "a/../../x.png", "..", "./../x.png", "link/x.png", "file.png", "in/link/../../../x.png"])
+@pytest.mark.parametrize(
+    "path", ["../x.png", "a/../../x.png", "..", "./../x.png", "link/x.png", "file.png", "in/link/../../../x.png"]
+)
 def test_a_manifests_relative_path_does_not_leave_its_folder(tmp_path, path):
     home, outside = tmp_path / "home", tmp_path / "outside"
     (home / "in").mkdir(parents=True)
