@@ -160,12 +160,28 @@ def frame(header: bytes, body: bytes = b"") -> bytes:
     return struct.pack(">IQ", len(header), len(body)) + header + body
 
 
+def sending(connection: socket.socket, raw: bytes) -> threading.Thread:
+    """Send from a thread, for a long frame does not fit into a socket's buffer; who reads may hang up before."""
+
+    def send():
+        with suppress(OSError):
+            connection.sendall(raw)
+            connection.shutdown(socket.SHUT_WR)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
 def received(raw: bytes):
     left, right = socket.socketpair()
-    with left, right:
-        left.sendall(raw)
-        left.close()
-        return frames.receive(right, largest=1 << 16, seconds=5.0)
+    with left:
+        sender = sending(left, raw)
+        try:
+            with right:
+                return frames.receive(right, largest=1 << 16, seconds=5.0)
+        finally:
+            sender.join()
 
 
 def changed_frame(random: Random, header: dict, bodies: list[bytes]) -> bytes:
@@ -215,8 +231,7 @@ def guarding(request_of, tmp_path):
     def ask(raw: bytes) -> str:
         left, right = socket.socketpair()
         with left:
-            sender = threading.Thread(target=lambda: (left.sendall(raw), left.shutdown(socket.SHUT_WR)))
-            sender.start()
+            sender = sending(left, raw)
             guard._attend(right)
             sender.join()
             reply, _ = frames.receive(left, largest=1 << 20, seconds=5.0)
