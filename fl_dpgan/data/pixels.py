@@ -18,6 +18,7 @@ from fl_dpgan.errors import DataError
 Picture = tuple[NDArray[np.uint8], tuple[str, ...]]
 
 MAX_PIXELS = 1 << 26  # four times the largest radiograph; a small file can claim more to fill the memory
+_BAND = 1 << 18  # pixels
 _ORIENTATION = 0x0112  # the EXIF tag: what to do to the stored rows and columns so that up is up
 _UPRIGHT: dict[int, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
     2: np.fliplr,
@@ -82,8 +83,10 @@ def _eight_bits(image: Any, deep: bool) -> Picture:
         return np.asarray(image.convert("L" if grey else "RGB"), np.uint8), tuple(notes)
     values = np.asarray(image.convert("LA" if grey else "RGBA"))
     shown = np.empty((*values.shape[:2], values.shape[2] - 1), np.uint8)
-    for row, line in zip(shown, values, strict=True):  # a row at a time: the products take twice the room
-        row[:] = (line[:, :-1].astype(np.uint16) * line[:, -1:] + 127) // 255
+    rows = max(1, _BAND // values.shape[1])  # at a time: the products take twice the room
+    for start in range(0, len(values), rows):
+        band = values[start : start + rows]
+        shown[start : start + rows] = (band[..., :-1].astype(np.uint16) * band[..., -1:] + 127) // 255
     return shown[..., 0] if grey else shown, (*notes, "alpha composited on black")
 
 
