@@ -3,6 +3,7 @@
 import hashlib
 import json
 import platform
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from fl_dpgan.privacy.accountant import Mechanism
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.text import printable
 
+#: What a run may be called: the sites are told it.
+_RUN = r"^[A-Za-z0-9._-]{1,64}$"
 _VERSIONS = ("fl-dpgan", "flwr", "ray", "torch", "torchvision", "opacus", "numpy")
 
 
@@ -74,7 +77,9 @@ class RunFolder:
         stored = self._stored
         if "run" not in stored:
             raise RunFolderError(f"{self.path} was begun by an older version; it can be read, and not continued")
-        return str(stored["run"])
+        if not isinstance(stored["run"], str) or not re.fullmatch(_RUN, stored["run"]):
+            raise RunFolderError(f"{self.path / 'scenario.json'} is damaged (run); put back a copy of it")
+        return stored["run"]
 
     @property
     def settings(self) -> Settings:
@@ -222,7 +227,7 @@ class _Meta(BaseModel):
     """The JSON of a checkpoint; what an older version left out has a default."""
 
     model_config = ConfigDict(strict=True)
-    run: str
+    run: str = Field(pattern=_RUN)
     round: int = Field(ge=0, le=10**7)
     released: bool = False
     sites: dict[str, _Memory]

@@ -161,7 +161,7 @@ def _load(place: Path) -> SiteImages | None:
     """What was written there; None where it is not there, or not whole."""
     try:
         check, _, content = (place / "records.json").read_bytes().partition(b"\n")
-        if int(check, 16) != zlib.crc32(content):
+        if check != b"%08x" % zlib.crc32(content):
             return None
         about = json.loads(content)
         shape = tuple(about["shape"])

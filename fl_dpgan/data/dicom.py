@@ -181,6 +181,8 @@ def _check_frame(header: Header, index: int, shape: tuple[int, int, int]) -> Non
         offsets = (dataset.ExtendedOffsetTable, dataset.ExtendedOffsetTableLengths)
     frames = header.whole("NumberOfFrames", 1) or 1
     frame = get_frame(dataset.PixelData, index, extended_offsets=offsets, number_of_frames=frames)
+    if _endless(frame):
+        raise header.wrong("PixelData", "is damaged or cut short", "copy or export it again")
     try:
         with Image.open(io.BytesIO(frame), formats=("JPEG", "JPEG2000")) as image:
             size = (image.height, image.width)
@@ -188,6 +190,17 @@ def _check_frame(header: Header, index: int, shape: tuple[int, int, int]) -> Non
         return
     if size != shape[:2]:
         raise header.wrong("PixelData", "is of another size than (0028,0010) Rows and (0028,0011) Columns say")
+
+
+def _endless(frame: bytes) -> bool:
+    """Whether a JPEG 2000 file's boxes have a length that leads nowhere: pydicom would look at such a box for ever."""
+    at = 12 if frame.startswith(b"\0\0\0\x0cjP  ") else len(frame)
+    while at < len(frame) and frame[at + 4 : at + 8] != b"jp2c":
+        length = int.from_bytes(frame[at : at + 4], "big")
+        if length < 8:
+            return True
+        at += length
+    return False
 
 
 def _check_segments(header: Header) -> None:

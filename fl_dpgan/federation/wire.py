@@ -132,8 +132,6 @@ def parse(header: str, kind: type[H]) -> H:
         raise WireError(f"a {kind.__name__} of {len(header)} characters; the most are {HEADER_LIMIT}")
     try:
         return kind.model_validate_json(header)
-    except UnicodeError as error:  # half a surrogate pair, which a frame's JSON can bring in
-        raise WireError(f"a malformed {kind.__name__}: it is not text") from error
     except ValidationError as error:
         problem = error.errors(include_input=False)[0]
         # the place may be a name of the sender's choice, which goes to logs and back

@@ -5,6 +5,7 @@ The mutators take a seeded `Random`, so that an input is known by its number alo
 
 import copy
 import json
+import math
 import os
 import struct
 import time
@@ -233,7 +234,7 @@ def changed_json(random: Random, value: Any) -> bytes:
     if what < 0.1:
         return data[: random.randrange(len(data) + 1)]
     if what < 0.13:
-        deep = random.choice([200, 100_000])
+        deep = random.choice([200, 100_000, 100_000])
         return random.choice([b"[" * deep, b'{"a":' * deep, b"[" * deep + b"]" * deep])
     if what < 0.16:
         return random.choice(
@@ -299,7 +300,9 @@ def changed_safetensors(random: Random, samples: Sequence[bytes]) -> bytes:
     elif random.random() < 0.5:
         names = [name for name in header if name != "__metadata__"]
         entry = header[random.choice(names)]
-        entry.update(random.choice(_ENTRIES))
+        shape = entry["shape"]
+        same = [{"shape": shape[::-1]}, {"shape": [1, *shape]}, {"shape": [math.prod(shape)]}]  # of as many numbers
+        entry.update(random.choice([random.choice(_ENTRIES), random.choice(same)]))
     else:
         text = changed_json(random, header)
         return len(text).to_bytes(8, "little") + text + data
@@ -310,7 +313,7 @@ def changed_safetensors(random: Random, samples: Sequence[bytes]) -> bytes:
 _ENTRIES: tuple[dict[str, Any], ...] = (
     *(
         {"dtype": kind}
-        for kind in ("F64", "F16", "BF16", "I64", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "C64", "F4", "U16")
+        for kind in ("F64", "F16", "BF16", "I64", "U8", "BOOL", "I32", "F8_E4M3", "F8_E5M2", "C64", "F4", "U16")
     ),
     *(
         {"shape": shape}

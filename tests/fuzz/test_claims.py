@@ -73,7 +73,8 @@ def header(shape: tuple[int, ...], kind: str = "|u1") -> bytes:
 @pytest.mark.parametrize("kind", ["|u1", "<f8", "|O"])
 @pytest.mark.parametrize("shape", [(MANY, 28, 28), (MANY,), (MANY, MANY, MANY), (2**62, 4, 4), (0, MANY, MANY)])
 def test_an_npz_file_that_claims_a_billion_images(tmp_path, shape, kind):
-    content = zipped({"images.npy": header(shape, kind) + bytes(3_000_000), "labels.npy": npy(np.arange(9) % 2)})
+    data = b"" if 0 in shape else bytes(3_000_000)
+    content = zipped({"images.npy": header(shape, kind) + data, "labels.npy": npy(np.arange(9) % 2)})
     refused(lambda: read_site_npz(file(tmp_path, "site.npz", content)), error="DataError")
 
 

@@ -132,7 +132,8 @@ def test_a_malformed_npz_file_is_read_or_refused(tmp_path, thorough):
             if random.random() < 0.5:
                 text = "{'descr': " + random.choice(_TYPES) + ", 'fortran_order': False, 'shape': (6, 9, 9), }\n"
             raw = text.encode("latin-1")
-            members[name] = content[:8] + struct.pack("<H", len(raw)) + raw + content[128:]
+            data = content[128:] if random.random() < 0.6 else b""
+            members[name] = content[:8] + struct.pack("<H", len(raw)) + raw + data
         elif what < 0.7:
             members[name] = npy(random.choice(strange))
         elif what < 0.75:
@@ -341,6 +342,16 @@ def test_a_malformed_dicom_file_is_read_or_refused_and_no_error_tells_of_the_pat
     assert set(tally) == WORDS
 
 
+@pytest.mark.timeout(20)
+def test_a_jpeg_2000_box_that_leads_nowhere_is_refused_and_not_looked_at_for_ever(tmp_path):
+    whole = next(sample for sample in dicoms() if b"ftypjp2 " in sample)
+    at = whole.index(b"ftypjp2 ") - 4
+    for length in (0, 1, 7):
+        path = write(tmp_path / "image.dcm", whole[:at] + length.to_bytes(4, "big") + whole[at + 4 :])
+        with pytest.raises(DataError, match="damaged or cut short"):
+            read_picture(path)
+
+
 # --- manifests
 
 
@@ -435,6 +446,8 @@ def test_a_malformed_cache_is_read_or_filled_anew(tmp_path, monkeypatch, thoroug
         pixels.write_bytes(content[1])
         filled.clear()
         found = cache.cached(folder, name, read)
+        described_right = content[0][:9] == b"%08x\n" % zlib.crc32(content[0][9:])
+        assert described_right or filled
         if content[0][9:] == described[9:] or filled:
             assert np.array_equal(found.images, images) and np.array_equal(found.labels, labels)
             assert found.patients == ("p1",) * 6 and found.conversions == {"resized": 2}

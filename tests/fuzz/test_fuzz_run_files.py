@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from mangle import changed_json, changed_safetensors, mangled, survey
 from rich.console import Console
 
@@ -48,6 +49,8 @@ def test_a_malformed_checkpoint_is_continued_and_shown_or_refused(run, thorough,
         file.write_bytes(content)
         card(folder, folder.checkpoint_meta())
         strategy = fed.strategy()
+        for parameter in strategy._trainer.generator.parameters():
+            parameter.grad = torch.zeros_like(parameter)
         strategy._trainer.optimizer.step()  # its state fits its parameters
         for memory in strategy._roster.memory.values():
             assert SiteRecord.recalled(0, memory).epsilon >= 0

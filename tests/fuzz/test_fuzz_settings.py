@@ -108,6 +108,15 @@ def test_a_malformed_file_is_read_or_refused(tmp_path, read, sample, thorough):
     assert set(tally) == {"read", "ConfigError"}
 
 
+@pytest.mark.parametrize("key", ["ledger", "federation", "data.path", "data.cache", "guard.socket"])
+@pytest.mark.parametrize("path", ["a\\u0000b", "a\\nb", "\\u001b[2J", "\\u202e"])
+def test_a_path_that_cannot_be_printed_is_refused(tmp_path, key, path):
+    (tmp_path / "site.toml").write_text(f'{key} = "{path}"\nname = "x"\n[policy]\ndeclared_size = 900\n')
+    with pytest.raises(ConfigError, match="characters that no path should have") as caught:
+        site_file.load_site(tmp_path / "site.toml")
+    accepted(caught.value)
+
+
 def test_a_sites_file_with_anything_in_place_of_a_value_is_read_or_refused(tmp_path, thorough):
     import tomllib
 
