@@ -78,6 +78,12 @@ def test_an_npz_file_that_claims_a_billion_images(tmp_path, shape, kind):
     refused(lambda: read_site_npz(file(tmp_path, "site.npz", content)), error="DataError")
 
 
+def test_an_npz_array_of_no_bytes_with_a_length_beyond_all_memory_is_called_that(tmp_path):
+    content = zipped({"images.npy": header((0, 2**62, 2**62)), "labels.npy": npy(np.arange(9) % 2)})
+    with pytest.raises(DataError, match="images.*which no array has"):
+        read_site_npz(file(tmp_path, "site.npz", content))
+
+
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_an_npz_file_compressed_by_what_makes_a_million_bytes_of_one_is_refused_unread(tmp_path, method):
     content = zipped({"images.npy": npy(np.zeros((9, 4, 4), np.uint8)), "labels.npy": npy(np.zeros(9, int))}, method)
