@@ -28,7 +28,7 @@ from fl_dpgan.federation import frames, wire
 from fl_dpgan.runs import RunFolder
 
 BOUND = 64 << 20
-PER_PIXEL = 24
+PER_PIXEL = 32
 SMALL = 10_000
 MANY = 10**9
 
@@ -80,7 +80,7 @@ def test_an_npz_file_that_claims_a_billion_images(tmp_path, shape, kind):
 
 def test_an_npz_array_of_no_bytes_with_a_length_beyond_all_memory_is_called_that(tmp_path):
     content = zipped({"images.npy": header((0, 2**62, 2**62)), "labels.npy": npy(np.arange(9) % 2)})
-    with pytest.raises(DataError, match="images.*which no array has"):
+    with pytest.raises(DataError, match="which no array has"):
         read_site_npz(file(tmp_path, "site.npz", content))
 
 
