@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL.Image import Image
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ValidationError
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -22,11 +22,9 @@ from fl_dpgan.config import Federation, Scenario, Settings, one_line, parse_scen
 from fl_dpgan.errors import RunFolderError
 from fl_dpgan.files import write_atomically
 from fl_dpgan.privacy.accountant import Mechanism
-from fl_dpgan.privacy.plan import SitePlan
+from fl_dpgan.run_records import ASKED, RUN_NAME, Meta, Round
 from fl_dpgan.text import printable
 
-#: What a run may be called: the sites are told it.
-_RUN = r"^[A-Za-z0-9._-]{1,64}$"
 _VERSIONS = ("fl-dpgan", "flwr", "ray", "torch", "torchvision", "opacus", "numpy")
 
 
@@ -77,7 +75,7 @@ class RunFolder:
         stored = self._stored
         if "run" not in stored:
             raise RunFolderError(f"{self.path} was begun by an older version; it can be read, and not continued")
-        if not isinstance(stored["run"], str) or not re.fullmatch(_RUN, stored["run"]):
+        if not isinstance(stored["run"], str) or not re.fullmatch(RUN_NAME, stored["run"]):
             raise RunFolderError(f"{self.path / 'scenario.json'} is damaged (run); put back a copy of it")
         return stored["run"]
 
@@ -187,7 +185,7 @@ class RunFolder:
             return []
         try:
             content = file.read_bytes()
-            _ASKED.validate_json(content)
+            ASKED.validate_json(content)
             return [(mechanism, sites) for mechanism, sites in json.loads(content)]
         except (ValueError, RecursionError, OSError) as error:
             raise RunFolderError(f"{file} is damaged ({_problem(error)}); put back a copy of it") from error
@@ -204,7 +202,7 @@ class RunFolder:
         file = self.path / "rounds.jsonl"
         for line in file.read_bytes().split(b"\n") if file.exists() else []:
             try:
-                _Round.model_validate_json(line)
+                Round.model_validate_json(line)
                 yield json.loads(line)
             except (ValueError, RecursionError):
                 continue
@@ -232,65 +230,9 @@ class RunFolder:
             ) from error
 
 
-class _Memory(BaseModel):
-    """What is remembered of a site (`SiteRecord.memory`)."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    plan: SitePlan
-    steps: int = Field(ge=0, le=10**9)
-    evaluations: int = Field(ge=0, le=10**9)
-    releases: int = Field(0, ge=0, le=10**9)
-    head: str = Field("", pattern=r"^([0-9a-f]{64})?$")
-
-
-class _Meta(BaseModel):
-    """The JSON of a checkpoint; what an older version left out has a default."""
-
-    model_config = ConfigDict(strict=True)
-    run: str = Field(pattern=_RUN)
-    round: int = Field(ge=0, le=10**7)
-    released: bool = False
-    sites: dict[str, _Memory]
-
-
-class _Outcome(BaseModel):
-    """What became of a request, as far as something reads it."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-    status: str
-    reason: str = ""
-    rule: str = ""
-    epsilon: float | None = None
-
-
-class _Evaluation(BaseModel):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-    accuracy: float = 0.0
-    noise_sd: float | None = None
-    outcomes: dict[str, _Outcome] = {}
-
-
-class _Round(BaseModel):
-    """A line of the round log, as far as something reads it."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-    round: int = Field(ge=0, le=10**7)
-    seconds: float = 0.0
-    g_loss: float | None = None
-    epsilon_min: float | None = None
-    epsilon_max: float | None = None
-    sites: dict[str, _Outcome] = {}
-    not_joined: list[str] = []
-    stopped: str = ""
-    evaluation: _Evaluation | None = None
-
-
-_ASKED = TypeAdapter(list[tuple[Mechanism, dict[str, _Memory]]])
-
-
 def _meta(stored: Any) -> dict[str, Any]:
     text = (stored.metadata() or {})["fl_dpgan"]
-    _Meta.model_validate_json(text)
+    Meta.model_validate_json(text)
     found: dict[str, Any] = json.loads(text)
     return found
 

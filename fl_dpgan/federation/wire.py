@@ -18,6 +18,7 @@ from fl_dpgan.federation.frames import HEADER_LIMIT
 from fl_dpgan.privacy.accountant import Mechanism
 from fl_dpgan.privacy.entries import NAME, Unit
 from fl_dpgan.privacy.plan import Order, SitePlan
+from fl_dpgan.run_records import RUN_NAME
 from fl_dpgan.text import printable
 
 #: What each mechanism's request travels in: Flower's type of message.
@@ -80,7 +81,7 @@ class Request(_Header):
     lost entries, and does not train.
     """
 
-    run: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    run: str = Field(pattern=RUN_NAME)
     round: int = Field(ge=1, le=10**7)
     site: str = Field(max_length=64)
     plan: SitePlan

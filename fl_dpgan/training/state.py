@@ -41,7 +41,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor])
     for key, value in tensors.items():
         index, _, name = key.partition(".")
         number = int(index) if index.isdecimal() and len(index) < 9 else len(parameters)
-        if number >= len(parameters) or (value.dim() and value.shape != parameters[number].shape):
+        if number >= len(parameters) or value.shape != (() if name == "step" else parameters[number].shape):
             raise ValueError(f"an optimiser's {key!r:.80} of shape {tuple(value.shape)!s:.80}")
         state.setdefault(number, {})[name] = value
     if len({frozenset(names) for names in state.values()}) > 1:
