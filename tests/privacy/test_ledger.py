@@ -520,3 +520,14 @@ def test_opening_a_ledger_that_is_there_makes_no_other_first(path, ledger, monke
 def test_a_stored_answer_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         StoredAnswer("request", "digest", "header", b"body", b"state").body = b"another"
+
+
+def test_a_request_counts_as_answered_once_its_answer_is_stored_and_for_ever(ledger):
+    heads = [ledger.charge(row(request=name)) for name in ("first", "second")]
+    assert not ledger.answered("first") and not ledger.answered("second")
+    for name, head in zip(("first", "second"), heads, strict=True):
+        ledger.store_answer("run", StoredAnswer(name, "0" * 64, "header", b"body", b""), head)
+        assert ledger.answered(name)
+    assert ledger.answered("first") and not ledger.answered("third")
+    ledger.charge(row(request="fourth"))
+    assert not ledger.answered("fourth")  # charged: its answer may never have been made
