@@ -95,6 +95,10 @@ class Plan(_Section):
         """Rounds on the moments alone, then rounds with the sites."""
         return self.matching.rounds + self.training.rounds
 
+    def round_seed(self, number: int) -> int:
+        """What G's draws of a round at the server are seeded with."""
+        return self.seed * 1_000_003 + number
+
     def site_plan(self, declared_size: int, order: float | None = None) -> SitePlan:
         """The constants of a site of this declared size, whose ledger is kept at `order` where it has one already.
 

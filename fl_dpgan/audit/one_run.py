@@ -116,7 +116,7 @@ def _rounds(
         discriminator.load_state_dict(wire.read_parameters(body, discriminator), strict=False)
         trainer.update(
             adversarial(discriminator), [training.g_learning_rate] * training.g_steps,
-            batch_size=training.g_batch_size, seed=scenario.seed * 1_000_003 + number,
+            batch_size=training.g_batch_size, seed=scenario.round_seed(number),
         )  # fmt: skip
         on_round()
         yield discriminator

@@ -44,7 +44,9 @@ class GSWGAN(FedDPGAN):
         """The fakes of this round's G step to each site that has not withdrawn; none in rounds of moments alone."""
         if server_round <= self.plan.matching.rounds:
             return ()
-        images, labels = self._trainer.preview(batch_size=self.plan.privacy.batch_size, seed=self._seed(server_round))
+        images, labels = self._trainer.preview(
+            batch_size=self.plan.privacy.batch_size, seed=self.plan.round_seed(server_round)
+        )
         fakes = wire.dump_tensors(images=images, labels=labels)
         return self._exchange.requests(server_round, fakes, "image_gradient", grid.get_node_ids())
 

@@ -182,7 +182,7 @@ class FedDPGAN(Strategy):
         if number == self.plan.matching.rounds + 1:
             self._trainer.restart()
         rates = [training.g_learning_rate] * steps
-        return self._trainer.update(loss, rates, batch_size=batch_size, seed=self._seed(number))
+        return self._trainer.update(loss, rates, batch_size=batch_size, seed=self.plan.round_seed(number))
 
     def _match(self, number: int) -> float:
         """G steps on the moments alone, at a learning rate that falls over all such rounds."""
@@ -191,10 +191,9 @@ class FedDPGAN(Strategy):
             raise ConfigError("matching.rounds asks for moments; set privacy.moments")
         first, whole = (number - 1) * settings.g_steps, settings.rounds * settings.g_steps
         rates = [cosine(first + step, whole, settings.learning_rate) for step in range(settings.g_steps)]
-        return self._trainer.update(self._matching, rates, batch_size=settings.batch_size, seed=self._seed(number))
-
-    def _seed(self, number: int) -> int:
-        return self.plan.seed * 1_000_003 + number
+        return self._trainer.update(
+            self._matching, rates, batch_size=settings.batch_size, seed=self.plan.round_seed(number)
+        )
 
     def _ask_moments(self, grid: Grid) -> bool:
         """Have every site release its noised sums, and take the classes' means from their total.

@@ -69,4 +69,5 @@ def many_runs_bound(tpr: float, fpr: float, delta: float) -> float:
     rates' complements.
     """
     pairs = ((tpr - delta, fpr), (1 - fpr - delta, 1 - tpr))
-    return max(0.0, *(math.log(above / below) if below > 0 else _LARGEST for above, below in pairs if above > 0), 0.0)
+    found = (math.log(above / below) if below > 0 else _LARGEST for above, below in pairs if above > 0)
+    return max([0.0, *found])

@@ -382,7 +382,7 @@ def test_a_round_is_one_step_of_g_along_the_mean_of_the_gradients(gradients):
     assert plan.steps_a_round == 1
     reference.update(
         lambda images, labels: (images * mean.float()).sum() / B, [fed.plan.training.g_learning_rate], batch_size=B,
-        seed=strategy._seed(1),
+        seed=strategy.plan.round_seed(1),
     )  # fmt: skip
     for name, tensor in reference.generator.state_dict().items():
         torch.testing.assert_close(strategy._trainer.generator.state_dict()[name], tensor)
