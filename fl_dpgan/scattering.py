@@ -1,16 +1,17 @@
 """A fixed scattering transform: what wavelets find in an image, and in what they found. Nothing in it is learnt.
 
-Under differential privacy, a few parameters on good fixed features learn sooner than a network that has to find its
-features through the noise (Tramer and Boneh, arXiv 2011.11660, section 3). Two orders with the modulus after each
-(Bruna and Mallat, arXiv 1203.1513, section 2), from Gabor wavelets of two scales. Kymatio, the library for it, does not
-import beside a current SciPy.
+Of two orders for D: under differential privacy, a few parameters on good fixed features learn sooner than a network
+that has to find its features through the noise (Tramer and Boneh, arXiv 2011.11660, section 3). Of the first order
+alone for a moment release, where G needs its slope thousands of times. The modulus comes after each order (Bruna and
+Mallat, arXiv 1203.1513, section 2), of Gabor wavelets of two scales. Kymatio, the library for it, does not import
+beside a current SciPy.
 """
 
 import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import avg_pool2d, conv2d, normalize
+from torch.nn.functional import adaptive_avg_pool2d, avg_pool2d, conv2d, normalize
 
 #: Directions of the wavelets, equally spaced over a half turn.
 _DIRECTIONS = 6
@@ -50,6 +51,29 @@ class Scattering(nn.Module):
             _SECOND_ORDER * avg_pool2d(modulus(avg_pool2d(first, 2), self.fine), self._pool // 2),
         ]
         return self._scale * normalize(torch.cat([each.flatten(1) for each in maps], dim=1), dim=1)
+
+
+class FirstOrder(nn.Module):
+    """Pixels (n, channels, size, size) in [0, 1] to vectors (n, length) of norm 1, differentiable.
+
+    Args:
+        side: of the maps that the image and both scales' moduli are averaged to. channels: of the image.
+    """
+
+    def __init__(self, *, side: int, channels: int) -> None:
+        super().__init__()
+        self._side = side
+        self.length = channels * (1 + 2 * _DIRECTIONS) * side**2
+        self.fine: Tensor
+        self.coarse: Tensor
+        self.register_buffer("fine", wavelets(*_FINE), persistent=False)
+        self.register_buffer("coarse", wavelets(*_COARSE), persistent=False)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Local means of the image and of the moduli, taken at every other pixel."""
+        maps = [pixels, modulus(pixels, self.fine, stride=2), modulus(pixels, self.coarse, stride=2)]
+        means = [adaptive_avg_pool2d(each, self._side).flatten(1) for each in maps]
+        return normalize(torch.cat(means, dim=1), dim=1)
 
 
 def modulus(maps: Tensor, kernels: Tensor, stride: int = 1) -> Tensor:

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -6,7 +8,7 @@ from scipy.signal import correlate2d
 from fl_dpgan.networks import ScatteringDiscriminator
 from fl_dpgan.privacy.engines import fastest
 from fl_dpgan.privacy.layers import LayerEngine
-from fl_dpgan.scattering import Scattering, modulus, wavelets
+from fl_dpgan.scattering import FirstOrder, Scattering, modulus, wavelets
 
 
 def images(count=3, size=28, channels=1):
@@ -42,21 +44,43 @@ def test_features_have_the_length_and_norm_that_are_said(size, side, channels):
     torch.testing.assert_close(found.norm(dim=1), torch.full((3,), 5.0))
 
 
+def test_first_order_coefficients_are_the_local_means_of_the_image_and_of_both_scales_moduli():
+    x = (images(1) + 1) / 2
+    parts = [x[0, 0].numpy()]
+    for kernels in (wavelets(7, 1.2, 3 * math.pi / 4), wavelets(11, 2.4, 3 * math.pi / 8)):
+        answers = [correlate2d(x[0, 0].numpy(), kernel.numpy(), mode="same")[::2, ::2] for kernel in kernels[:, 0]]
+        parts += [np.hypot(answers[i], answers[i + 1]) for i in range(0, 12, 2)]
+    means = [part.reshape(7, len(part) // 7, 7, len(part) // 7).mean(axis=(1, 3)).ravel() for part in parts]
+    expected = np.concatenate(means) / np.linalg.norm(np.concatenate(means))
+    np.testing.assert_allclose(FirstOrder(side=7, channels=1)(x)[0], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("size, side, channels", [(28, 7, 1), (32, 8, 3), (64, 5, 1), (3, 14, 1)])
+def test_first_order_coefficients_have_norm_one_at_every_size(size, side, channels):
+    made = FirstOrder(side=side, channels=channels)
+    found = made((images(2, size, channels) + 1) / 2)
+    assert found.shape == (2, made.length)
+    torch.testing.assert_close(found.norm(dim=1), torch.ones(2))
+
+
 def test_a_small_shift_moves_the_features_less_than_the_pixels():
     y, x = torch.meshgrid(torch.arange(28.0), torch.arange(28.0), indexing="ij")
     discs = torch.stack([((x - centre) ** 2 + (y - 14) ** 2 < 40).float() * 2 - 1 for centre in (13.0, 14.0)])[:, None]
-    made = Scattering(size=28, side=7, channels=1)
 
     def distance(rows):
         rows = rows / rows.norm(dim=1, keepdim=True)
         return float((rows[0] - rows[1]).norm())
 
-    assert distance(made(discs)) < 0.75 * distance((discs.flatten(1) + 1) / 2)
+    pixels = (discs + 1) / 2
+    assert distance(Scattering(size=28, side=7, channels=1)(discs)) < 0.75 * distance(pixels.flatten(1))
+    assert distance(FirstOrder(side=7, channels=1)(pixels)) < 0.75 * distance(pixels.flatten(1))
 
 
-def test_the_slope_of_a_blank_image_is_finite():
-    x = torch.full((1, 1, 28, 28), -1.0, requires_grad=True)
-    Scattering(size=28, side=7, channels=1)(x).sum().backward()
+@pytest.mark.parametrize("made", [Scattering(size=28, side=7, channels=1), FirstOrder(side=7, channels=1)])
+@pytest.mark.parametrize("grey", [-1.0, 0.0])
+def test_the_slope_of_a_blank_image_is_finite(made, grey):
+    x = torch.full((1, 1, 28, 28), grey, requires_grad=True)
+    made(x).sum().backward()
     assert bool(x.grad.isfinite().all())
 
 

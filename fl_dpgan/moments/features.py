@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from fl_dpgan.errors import ConfigError
-from fl_dpgan.privacy.moments import Feature, Features, Fourier, Frequencies
+from fl_dpgan.privacy.moments import Feature, Features, Fourier, Frequencies, Wavelets
 from fl_dpgan.privacy.noise import KeyedGenerator
+from fl_dpgan.scattering import FirstOrder
 
 
 class FeatureMap(nn.Module):
@@ -48,7 +49,7 @@ class FeatureMap(nn.Module):
 
 
 @singledispatch
-def _made(part: Feature, image_shape: tuple[int, ...]) -> "FourierMap | FrequencyMap":
+def _made(part: Feature, image_shape: tuple[int, ...]) -> "FourierMap | WaveletMap | FrequencyMap":
     raise TypeError(f"no features of kind {type(part).__name__}")
 
 
@@ -57,32 +58,59 @@ def _fourier(part: Fourier, image_shape: tuple[int, ...]) -> "FourierMap":
     return FourierMap(part, math.prod(image_shape))
 
 
+@_made.register(Wavelets)
+def _wavelets(part: Wavelets, image_shape: tuple[int, ...]) -> "WaveletMap":
+    return WaveletMap(part, image_shape)
+
+
 @_made.register(Frequencies)
 def _frequencies(part: Frequencies, image_shape: tuple[int, ...]) -> "FrequencyMap":
     return FrequencyMap(part, image_shape)
 
 
 class FourierMap(nn.Module):
-    """cos(Wx) and sin(Wx) over the square root of the number of rows of W, so that the norm is 1.
+    """cos(Wv) and sin(Wv) over the square root of the number of rows of W, so that the norm is 1.
+
+    Args:
+        numbers: length of v.
 
     Attributes:
         length: of the features.
     """
 
-    def __init__(self, part: Fourier, pixels: int) -> None:
+    def __init__(self, part: Fourier | Wavelets, numbers: int) -> None:
         super().__init__()
         self.length = part.count
         # all parties must have the same W: this stream is the same on every machine, which torch's own is not
-        drawn = KeyedGenerator.from_seed("fourier", part.seed).normal(part.count // 2 * pixels)
-        rows = torch.from_numpy(drawn).float().view(part.count // 2, pixels)
+        drawn = KeyedGenerator.from_seed(part.kind, part.seed).normal(part.count // 2 * numbers)
+        rows = torch.from_numpy(drawn).float().view(part.count // 2, numbers)
         scales = torch.tensor([part.scales[i % len(part.scales)] for i in range(len(rows))])
         self.rows: Tensor
         self.register_buffer("rows", rows / scales.sqrt()[:, None], persistent=False)
 
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Vectors v (n, numbers), or images of as many pixels in [0, 1], to features (n, length)."""
+        angles = vectors.flatten(1) @ self.rows.T
+        return torch.cat([angles.cos(), angles.sin()], dim=1) / math.sqrt(len(self.rows))
+
+
+class WaveletMap(nn.Module):
+    """Random Fourier features of first-order scattering coefficients.
+
+    Attributes:
+        length: of the features.
+    """
+
+    def __init__(self, part: Wavelets, image_shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.coefficients = FirstOrder(side=part.side, channels=image_shape[0])
+        self.fourier = FourierMap(part, self.coefficients.length)
+        self.length = part.count
+
     def forward(self, pixels: Tensor) -> Tensor:
         """Pixels (n, channels, size, size) in [0, 1] to features (n, length)."""
-        angles = pixels.flatten(1) @ self.rows.T
-        return torch.cat([angles.cos(), angles.sin()], dim=1) / math.sqrt(len(self.rows))
+        features: Tensor = self.fourier(self.coefficients(pixels))
+        return features
 
 
 class FrequencyMap(nn.Module):

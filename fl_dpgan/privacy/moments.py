@@ -15,17 +15,34 @@ class _Features(BaseModel):
     weight: float = Field(1.0, ge=1e-3, le=1e3)
 
 
-class Fourier(_Features):
-    """Random Fourier features cos(Wx), sin(Wx) of the pixels in [0, 1], divided by sqrt(count / 2): norm 1.
+class _RandomFourier(_Features):
+    """Random Fourier features cos(Wv), sin(Wv) of a vector v, divided by sqrt(count / 2): norm 1.
 
     Rows of W are N(0, I / s) (DP-MERF: Harder, Adamczewski, Park, arXiv 2002.11603, section 3), in equal numbers for
     each length scale s in `scales`; W follows from `seed`, which all parties share.
     """
 
-    kind: Literal["fourier"] = "fourier"
     count: int = Field(2000, ge=2, le=100_000, multiple_of=2)
     scales: tuple[Annotated[float, Field(gt=0, le=1e9)], ...] = Field((60.0,), min_length=1, max_length=16)
     seed: int = Field(0, ge=0, lt=2**31)
+
+
+class Fourier(_RandomFourier):
+    """Random Fourier features of the pixels in [0, 1]."""
+
+    kind: Literal["fourier"] = "fourier"
+
+
+class Wavelets(_RandomFourier):
+    """Random Fourier features of an image's first-order scattering coefficients, brought to norm 1.
+
+    These say how strong edges of a direction and a width are, in each of `side` x `side` fields
+    (`fl_dpgan.scattering.FirstOrder`). So images are alike whose edges lie alike, which pixels do not tell.
+    """
+
+    kind: Literal["wavelets"] = "wavelets"
+    side: int = Field(7, ge=1, le=14)
+    scales: tuple[Annotated[float, Field(gt=0, le=1e9)], ...] = Field((0.16,), min_length=1, max_length=16)
 
 
 class Frequencies(_Features):
@@ -40,7 +57,7 @@ class Frequencies(_Features):
     centre: float = Field(0.13, ge=0, le=1)
 
 
-Feature = Annotated[Fourier | Frequencies, Field(discriminator="kind")]
+Feature = Annotated[Fourier | Wavelets | Frequencies, Field(discriminator="kind")]
 
 
 class Features(BaseModel):
@@ -60,7 +77,8 @@ class Features(BaseModel):
     def numbers(self) -> int:
         """An upper bound, for one channel, of how many numbers a class's sum has."""
         counts = [
-            part.count if isinstance(part, Fourier) else part.side**2 * (part.side**2 + 1) // 2 for part in self.parts
+            part.side**2 * (part.side**2 + 1) // 2 if isinstance(part, Frequencies) else part.count
+            for part in self.parts
         ]
         return sum(counts)
 

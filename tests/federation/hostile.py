@@ -212,7 +212,7 @@ def _sure_of_reals(source: random.Random, hostile: Hostile) -> None:
 
 def _strange_features(source: random.Random, hostile: Hostile) -> None:
     """A moment release of other features; at tiny scales an angle is so large that float32 knows nothing of it."""
-    parts = [source.choice([_fourier, _frequencies])(source) for _ in range(source.choice([1, 1, 2, 4]))]
+    parts = [source.choice([_fourier, _wavelets, _frequencies])(source) for _ in range(source.choice([1, 1, 2, 4]))]
     if sum(part.get("side") == 12 for part in parts) > 1:  # more numbers than the policy allows
         parts = parts[:1]
     for part in parts:
@@ -231,6 +231,10 @@ def _fourier(source: random.Random) -> dict[str, Any]:
         "scales": source.choices(scales, k=source.choice([1, 1, 2, 16])),
         "seed": source.choice([0, 1, 2**31 - 1]),
     }
+
+
+def _wavelets(source: random.Random) -> dict[str, Any]:
+    return _fourier(source) | {"kind": "wavelets", "side": source.choice([1, 2, 7, 14])}
 
 
 def _frequencies(source: random.Random) -> dict[str, Any]:
@@ -470,11 +474,14 @@ def _headed(head: bytes, body: bytes) -> bytes:
 def _other_features(source: random.Random, hostile: Hostile) -> None:
     """Features of which one thing is not as the schema or the policy has it; now and then it is, by accident."""
     fourier = {"kind": "fourier", "count": 4, "scales": [60.0], "seed": 0, "weight": 1.0}
+    wavelets = fourier | {"kind": "wavelets", "side": 2}
     frequencies = {"kind": "frequencies", "side": 2, "centre": 0.13, "weight": 1.0}
     faults: list[tuple[dict[str, Any], str, list[Any]]] = [
         (fourier, "count", [0, 1, 3, -2, 10_502, 99_998, 100_000, 100_002, 10**30, 2.5, 4.0, *_OTHERS]),
         (fourier, "scales", [[], [0], [-1], [float("nan")], [float("inf")], [1e9 * (1 + 1e-15)], [1.0] * 17, *_OTHERS]),
         (fourier, "seed", [-1, 2**31, 2**64, 0.5, float("nan"), *_OTHERS]),
+        (wavelets, "count", [0, 1, 3, -2, 10_502, 100_002, 10**30, 2.5, *_OTHERS]),
+        (wavelets, "side", [0, 15, -1, 6.5, 10**9, float("nan"), *_OTHERS]),
         (frequencies, "side", [0, 13, -1, 12.5, 10**9, float("nan"), *_OTHERS]),
         (frequencies, "centre", [-5e-324, 1 + 1e-15, float("nan"), float("inf"), *_OTHERS]),
         (frequencies, "weight", [0, -1, 9.99e-4, 1000.1, float("nan"), float("inf"), 5e-324, *_OTHERS]),

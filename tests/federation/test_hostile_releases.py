@@ -166,7 +166,7 @@ def counted_noise(monkeypatch) -> None:
 
     def from_seed(*parts):
         made = seeded(*parts)
-        made.public = parts[0] == "fourier"
+        made.public = parts[0] in ("fourier", "wavelets")
         return made
 
     def normal(self, count):
