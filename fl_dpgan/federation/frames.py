@@ -25,7 +25,8 @@ def send(connection: socket.socket, header: dict[str, str], body: bytes = b"") -
     """
     text = json.dumps(header).encode()
     connection.sendall(_LENGTHS.pack(len(text), len(body)) + text)
-    connection.sendall(body)
+    if body:  # the other side may have answered and closed by now, at which even no bytes fail
+        connection.sendall(body)
 
 
 def receive(connection: socket.socket, *, largest: int, seconds: float) -> tuple[dict[str, str], bytes]:

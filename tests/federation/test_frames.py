@@ -114,6 +114,18 @@ def test_a_sender_that_goes_with_what_was_for_it_unread_has_broken_the_connectio
             frames.receive(right, largest=10, seconds=5.0)
 
 
+def test_a_frame_without_a_body_is_sent_though_the_other_side_closes_once_it_has_the_header():
+    left, right = socket.socketpair()
+
+    class Hasty:
+        def sendall(self, data: bytes) -> None:
+            left.sendall(data)
+            right.close()
+
+    with left:
+        frames.send(Hasty(), {"state": "refused"})
+
+
 def test_a_frame_has_no_time_left_once_its_seconds_are_over_though_all_of_it_is_there():
     with pytest.raises(WireError, match="did not arrive in time"):
         received(frame(b"{}"), seconds=0.0)
