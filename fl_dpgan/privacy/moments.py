@@ -70,7 +70,7 @@ class Features(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-    parts: tuple[Feature, ...] = Field((Fourier(), Frequencies(weight=3.0)), min_length=1, max_length=4)
+    parts: tuple[Feature, ...] = Field((Fourier(), Wavelets()), min_length=1, max_length=4)
     count_share: float = Field(0.1, gt=0, lt=1)
 
     @property
