@@ -220,9 +220,8 @@ def tables(found: Sequence[Result]) -> str:
             figures = [_spread([one["evaluation"][section][key] for one in same]) for _, section, key in _COLUMNS]
             seeds = ", ".join(str(one["seed"]) for one in same)
             cpu = [one["cpu_seconds"] for one in same if one.get("cpu_seconds") is not None]
-            name = f"{method}, {label}" if label else method
             shown = "-" if method in (REAL, "non-private") else f"{epsilon:g}"
-            row = [name, shown, *figures, seeds, f"{statistics.mean(cpu):.0f}" if cpu else "-"]
+            row = [_method(method, label), shown, *figures, seeds, f"{statistics.mean(cpu):.0f}" if cpu else "-"]
             lines.append(f"| {' | '.join(row)} |")
         lines.append("")
     return "\n".join(lines)
@@ -232,7 +231,8 @@ def attack_tables(found: Sequence[Result]) -> str:
     """Markdown: a row for each attack on each run; in brackets 95 % intervals, and the range of a coin's figures."""
     lines = ["| run | attack | against | AUC | TPR at 1 % FPR | resistance | a coin's |", "|---" * 7 + "|"]
     for one in found:
-        run = f"{one['scenario']}, {one['method']}, eps {one['epsilon']:g}, seed {one['seed']}"
+        method = _method(one["method"], one["label"])
+        run = f"{one['scenario']}, {method}, eps {one['epsilon']:g}, seed {one['seed']}"
         for attack in one["evaluation"].get("membership", {}).get("attacks", []):
             figures = attack["statistics"]
             auc, rate, resistance = (figures[key] for key in ("auc", "tpr_at_fpr_0.01", "resistance"))
@@ -240,6 +240,10 @@ def attack_tables(found: Sequence[Result]) -> str:
             cells = [run, attack["attack"], attack["against"], _with_interval(auc), _with_interval(rate)]
             lines.append(f"| {' | '.join([*cells, _with_interval(resistance), coin])} |")
     return "\n".join(lines)
+
+
+def _method(name: str, label: str) -> str:
+    return f"{name}, {label}" if label else name
 
 
 def _rank(found: Sequence[Result], key: tuple[str, float, str]) -> float:
