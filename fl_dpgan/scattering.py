@@ -23,7 +23,18 @@ _SECOND_ORDER = 1.5
 _SOFT = 1e-6
 
 
-class Scattering(nn.Module):
+class _BothScales(nn.Module):
+    """Has the wavelets of the fine and of the coarse scale, which go where the module goes and are not in its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fine: Tensor
+        self.coarse: Tensor
+        self.register_buffer("fine", wavelets(*_FINE), persistent=False)
+        self.register_buffer("coarse", wavelets(*_COARSE), persistent=False)
+
+
+class Scattering(_BothScales):
     """Images (n, channels, size, size) in [-1, 1] to features (n, length) of norm `scale`, differentiable.
 
     Args:
@@ -35,10 +46,6 @@ class Scattering(nn.Module):
         super().__init__()
         self._pool, self._scale = size // side, scale
         self.length = channels * (1 + 2 * _DIRECTIONS + _DIRECTIONS**2) * side**2
-        self.fine: Tensor
-        self.coarse: Tensor
-        self.register_buffer("fine", wavelets(*_FINE), persistent=False)
-        self.register_buffer("coarse", wavelets(*_COARSE), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
         """Local means of the image, of both scales' moduli, and of the fine moduli of the fine moduli."""
@@ -53,7 +60,7 @@ class Scattering(nn.Module):
         return self._scale * normalize(torch.cat([each.flatten(1) for each in maps], dim=1), dim=1)
 
 
-class FirstOrder(nn.Module):
+class FirstOrder(_BothScales):
     """Pixels (n, channels, size, size) in [0, 1] to vectors (n, length) of norm 1, differentiable.
 
     Args:
@@ -64,10 +71,6 @@ class FirstOrder(nn.Module):
         super().__init__()
         self._side = side
         self.length = channels * (1 + 2 * _DIRECTIONS) * side**2
-        self.fine: Tensor
-        self.coarse: Tensor
-        self.register_buffer("fine", wavelets(*_FINE), persistent=False)
-        self.register_buffer("coarse", wavelets(*_COARSE), persistent=False)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Local means of the image and of the moduli, taken at every other pixel."""
