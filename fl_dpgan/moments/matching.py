@@ -31,15 +31,17 @@ class MomentMatching(nn.Module):
 
     The difference is taken from a running mean over G's last batches, not from the batch at hand: the square of a
     batch's own difference is biased, and rewards a G whose images differ less (Gretton et al., JMLR 13, 2012, lemma 6);
-    and a running mean is less noisy. So the loss is linear in the batch's features, as with a critic.
+    and a running mean is less noisy. So the loss is linear in the batch's features, as with a critic. The running mean
+    forgets by images, not by batches: small batches, of which G can have more, do not make it noisier.
 
     Args:
-        features: the map. classes: how many there are. momentum: of the running mean, in [0, 1).
+        features: the map. classes: how many there are. decay: an earlier image's weight in the running mean of its
+            class after each further image of that class, in [0, 1).
     """
 
-    def __init__(self, features: FeatureMap, classes: int, *, momentum: float = 0.9) -> None:
+    def __init__(self, features: FeatureMap, classes: int, *, decay: float = 0.99) -> None:
         super().__init__()
-        self._features, self._momentum = features, momentum
+        self._features, self._decay = features, decay
         self.target: Tensor
         self.seen: Tensor
         self.mean: Tensor
@@ -63,8 +65,7 @@ class MomentMatching(nn.Module):
         # the running mean of earlier batches; in a class's first there is none, and it stands for itself
         before = torch.where(self.weight[:, None] > 0, self.mean / self.weight.clamp(min=1e-9)[:, None], means.detach())
         difference = (self.target - before) * self.seen[:, None]
-        present = (counts > 0).to(images.dtype)
-        share = (1 - self._momentum) * present
+        share = 1 - self._decay**counts
         self.mean = self.mean + share[:, None] * (means.detach() - self.mean)
         self.weight = self.weight + share * (1 - self.weight)
         loss: Tensor = -(difference * means).sum() / self.seen.sum().clamp(min=1)

@@ -7,8 +7,8 @@ from fl_dpgan.privacy.moments import Features, Fourier, Frequencies
 MAP = FeatureMap(Features(parts=(Fourier(count=30), Frequencies(side=3))), (1, 28, 28))
 
 
-def matching(target=None, seen=(True, True), momentum=0.9):
-    made = MomentMatching(MAP, 2, momentum=momentum)
+def matching(target=None, seen=(True, True), decay=0.9):
+    made = MomentMatching(MAP, 2, decay=decay)
     made.aim(torch.randn(2, MAP.length, generator=torch.Generator().manual_seed(3)) if target is None else target,
              torch.tensor(seen))  # fmt: skip
     return made
@@ -37,14 +37,16 @@ def test_the_first_gradient_is_half_that_of_the_squared_distance():
     torch.testing.assert_close(x.grad, y.grad / 2, rtol=1e-4, atol=1e-7)
 
 
-def test_the_running_mean_is_that_of_the_batches_weighted_by_their_age():
-    made = matching(momentum=0.5)
-    batches = [images(seed) for seed in range(3)]
-    for batch in batches:
-        made(batch, LABELS)
-    means = [torch.stack([MAP(b[c == LABELS]).mean(0) for c in range(2)]) for b in batches]
-    expected = (means[0] * 0.125 + means[1] * 0.25 + means[2] * 0.5) / 0.875
-    torch.testing.assert_close(made.mean / made.weight[:, None], expected, rtol=1e-5, atol=1e-7)
+def test_the_running_mean_weighs_each_batch_by_how_many_images_of_the_class_came_with_it_and_after_it():
+    made = matching(decay=0.5)
+    labels = [torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1]), torch.tensor([0, 1, 1])]
+    batches = [images(seed, 3) for seed in range(3)]
+    for batch, its in zip(batches, labels, strict=True):
+        made(batch, its)
+    mean = [[MAP(b[its == c]).mean(0) for b, its in zip(batches, labels, strict=True)] for c in range(2)]
+    first = (mean[0][0] * 0.75 / 4 + mean[0][1] * 0.5 / 2 + mean[0][2] * 0.5) / 0.9375
+    second = (mean[1][0] * 0.5 / 16 + mean[1][1] * 0.75 / 4 + mean[1][2] * 0.75) / 0.96875
+    torch.testing.assert_close(made.mean / made.weight[:, None], torch.stack([first, second]), rtol=1e-5, atol=1e-7)
 
 
 def test_the_loss_vanishes_where_earlier_batches_match_and_a_class_that_is_not_seen_takes_no_part():
@@ -67,7 +69,7 @@ def test_matching_does_not_reward_images_that_differ_less():
     """With the target at the true mean, the expected gradient is zero; that of the batch's own square is not."""
     random = torch.Generator().manual_seed(0)
     pool = torch.rand(4000, 1, 28, 28, generator=random) * 2 - 1
-    made = MomentMatching(MAP, 1, momentum=0.9)
+    made = MomentMatching(MAP, 1, decay=0.99)
     made.aim(MAP(pool).mean(0, keepdim=True), torch.ones(1, dtype=torch.bool))
     scale = torch.ones(1, requires_grad=True)  # of the images' deviation from their mean: below 1, they differ less
     centre = pool.mean(0)
