@@ -34,16 +34,14 @@ class TrainingConfig(_Section):
 class MatchingConfig(_Section):
     """What G does with a moment release: `rounds` of `g_steps` on the moments alone before the discriminators' rounds.
 
-    The learning rate falls along a cosine over these rounds. `weight` is that of the moments in G's later loss;
-    `guidance` is that of the classifier that follows from released second moments, beside the moments.
+    The learning rate falls along a cosine over these rounds. `weight` is that of the moments in G's later loss.
     """
 
     rounds: int = Field(0, ge=0, le=10**6)
     g_steps: int = Field(50, ge=1, le=100_000)
-    batch_size: int = Field(300, ge=2, le=100_000)
-    learning_rate: float = Field(2e-3, gt=0, le=1)
+    batch_size: int = Field(50, ge=2, le=100_000)
+    learning_rate: float = Field(3e-3, gt=0, le=1)
     weight: float = Field(0.0, ge=0, le=1e6, allow_inf_nan=False)
-    guidance: float = Field(0.0, ge=0, le=1e6, allow_inf_nan=False)
 
 
 class FederationConfig(_Section):

@@ -20,7 +20,7 @@ from fl_dpgan.federation.averaging import RunningMean
 from fl_dpgan.federation.exchange import Exchange, SiteRecord
 from fl_dpgan.federation.roster import Roster
 from fl_dpgan.federation.sums import added_up
-from fl_dpgan.moments.objective import objective_of
+from fl_dpgan.moments.matching import matching_of
 from fl_dpgan.privacy.accountant import Mechanism
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.runs import RunFolder
@@ -70,7 +70,7 @@ class FedDPGAN(Strategy):
         self.discriminator = discriminator
         training = plan.training
         self._trainer = GeneratorTrainer(generator, ema_decay=training.ema_decay)
-        self._matching = objective_of(plan, generator)
+        self._matching = matching_of(plan, generator)
         self._done, self._released = 0, False
         self._resume()
 

@@ -1,14 +1,11 @@
 """The features of a moment release, computed: a map from an image to a vector of norm at most 1."""
 
 import math
-from functools import singledispatch
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
-from fl_dpgan.errors import ConfigError
-from fl_dpgan.privacy.moments import Feature, Features, Fourier, Frequencies, Wavelets
+from fl_dpgan.privacy.moments import Feature, Features, Fourier, Wavelets
 from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.scattering import FirstOrder
 
@@ -28,44 +25,16 @@ class FeatureMap(nn.Module):
         self.count_weight = math.sqrt(features.count_share)
         self.length = sum(part.length for part in self.parts)
 
-    def second_moments(self) -> tuple["FrequencyMap", slice, float]:
-        """The first part of second moments, its place in a feature vector, and its weight there.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        first = 0
-        for weight, part in zip(self.weights, self.parts, strict=True):
-            length = part.length
-            if isinstance(part, FrequencyMap):
-                return part, slice(first, first + length), weight
-            first += length
-        raise ConfigError("matching.guidance needs second moments; add features of kind 'frequencies' to the release")
-
     def forward(self, images: Tensor) -> Tensor:
         """The parts side by side, each times its weight."""
         pixels = (images + 1) / 2
         return torch.cat([weight * part(pixels) for weight, part in zip(self.weights, self.parts, strict=True)], dim=1)
 
 
-@singledispatch
-def _made(part: Feature, image_shape: tuple[int, ...]) -> "FourierMap | WaveletMap | FrequencyMap":
-    raise TypeError(f"no features of kind {type(part).__name__}")
-
-
-@_made.register(Fourier)
-def _fourier(part: Fourier, image_shape: tuple[int, ...]) -> "FourierMap":
+def _made(part: Feature, image_shape: tuple[int, ...]) -> "FourierMap | WaveletMap":
+    if isinstance(part, Wavelets):
+        return WaveletMap(part, image_shape)
     return FourierMap(part, math.prod(image_shape))
-
-
-@_made.register(Wavelets)
-def _wavelets(part: Wavelets, image_shape: tuple[int, ...]) -> "WaveletMap":
-    return WaveletMap(part, image_shape)
-
-
-@_made.register(Frequencies)
-def _frequencies(part: Frequencies, image_shape: tuple[int, ...]) -> "FrequencyMap":
-    return FrequencyMap(part, image_shape)
 
 
 class FourierMap(nn.Module):
@@ -111,53 +80,3 @@ class WaveletMap(nn.Module):
         """Pixels (n, channels, size, size) in [0, 1] to features (n, length)."""
         features: Tensor = self.fourier(self.coefficients(pixels))
         return features
-
-
-class FrequencyMap(nn.Module):
-    """The products of each two of an image's low frequencies, which are brought to norm 1 first.
-
-    Attributes:
-        length: of the features. side: how many frequencies there are.
-    """
-
-    def __init__(self, part: Frequencies, image_shape: tuple[int, ...]) -> None:
-        super().__init__()
-        channels, height, width = image_shape
-        self.centre, self.side = part.centre, channels * part.side**2
-        first, second = torch.triu_indices(self.side, self.side)
-        self.length = len(first)
-        self.down: Tensor
-        self.across: Tensor
-        self.first: Tensor
-        self.second: Tensor
-        self.twice: Tensor
-        self.register_buffer("down", cosines(part.side, height), persistent=False)
-        self.register_buffer("across", cosines(part.side, width), persistent=False)
-        self.register_buffer("first", first, persistent=False)
-        self.register_buffer("second", second, persistent=False)
-        self.register_buffer("twice", torch.where(first == second, 1.0, math.sqrt(2)), persistent=False)
-
-    def directions(self, pixels: Tensor) -> Tensor:
-        """Pixels (n, channels, size, size) in [0, 1] to vectors u (n, side) of norm 1."""
-        low = self.down @ (pixels - self.centre) @ self.across.T
-        return normalize(low.flatten(1), dim=1)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Pixels (n, channels, size, size) in [0, 1] to u u^T, each pair once (n, length)."""
-        u = self.directions(pixels)
-        return u[:, self.first] * u[:, self.second] * self.twice
-
-    def matrix(self, features: Tensor) -> Tensor:
-        """The symmetric matrix (side, side) whose pairs are these features (length,)."""
-        found = features.new_zeros(self.side, self.side)
-        found[self.first, self.second] = found[self.second, self.first] = features / self.twice
-        return found
-
-
-def cosines(count: int, size: int) -> Tensor:
-    """The first `count` rows of the orthonormal cosine transform (DCT-II) of `size` points, (count, size)."""
-    places = torch.arange(size) + 0.5
-    rows = torch.cos(math.pi / size * torch.arange(count)[:, None] * places)
-    scale = torch.full((count, 1), math.sqrt(2 / size))
-    scale[0] = math.sqrt(1 / size)
-    return rows * scale

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from fl_dpgan.config import Plan
 from fl_dpgan.moments.features import FeatureMap
+from fl_dpgan.training.generator import draw
 
 #: A class counts where its noised count is so many standard deviations of its noise above zero.
 _SEEN = 5.0
@@ -35,12 +37,16 @@ class MomentMatching(nn.Module):
     forgets by images, not by batches: small batches, of which G can have more, do not make it noisier.
 
     Args:
-        features: the map. classes: how many there are. decay: an earlier image's weight in the running mean of its
-            class after each further image of that class, in [0, 1).
+        features: the release's map. classes: how many there are. decay: an earlier image's weight in the running mean
+            of its class after each further image of that class, in [0, 1).
+
+    Attributes:
+        shape: of the sums that a site releases.
     """
 
     def __init__(self, features: FeatureMap, classes: int, *, decay: float = 0.99) -> None:
         super().__init__()
+        self.shape = (classes, features.length + 1)
         self._features, self._decay = features, decay
         self.target: Tensor
         self.seen: Tensor
@@ -51,8 +57,9 @@ class MomentMatching(nn.Module):
         self.register_buffer("mean", torch.zeros(classes, features.length))
         self.register_buffer("weight", torch.zeros(classes))
 
-    def aim(self, target: Tensor, seen: Tensor) -> None:
-        """Take the means (classes, length) to draw G's towards, and which classes (classes,) take part."""
+    def aim(self, sums: Tensor, noise_sd: float) -> None:
+        """Take noised sums (`shape`), added up over the sites, with noise of this standard deviation in each number."""
+        target, seen = class_means(sums, self._features.count_weight, noise_sd)
         self.target.copy_(target)
         self.seen.copy_(seen)
 
@@ -70,3 +77,14 @@ class MomentMatching(nn.Module):
         self.weight = self.weight + share * (1 - self.weight)
         loss: Tensor = -(difference * means).sum() / self.seen.sum().clamp(min=1)
         return loss
+
+
+def matching_of(plan: Plan, generator: nn.Module) -> MomentMatching | None:
+    """What G will be trained on once the moments of this plan are released; None where it asks for none."""
+    moments = plan.privacy.moments
+    if moments is None:
+        return None
+    shape = tuple(draw(generator.eval(), torch.zeros(1, dtype=torch.int64), seed=0).shape[1:])
+    classes = int(generator.num_classes)  # type: ignore[arg-type]
+    device = next(generator.parameters()).device
+    return MomentMatching(FeatureMap(moments.features, shape), classes).to(device)

@@ -45,19 +45,7 @@ class Wavelets(_RandomFourier):
     scales: tuple[Annotated[float, Field(gt=0, le=1e9)], ...] = Field((0.16,), min_length=1, max_length=16)
 
 
-class Frequencies(_Features):
-    """Second moments of the lowest `side` x `side` coefficients of the cosine transform, of each channel's image.
-
-    u is the coefficients of the pixels in [0, 1] less `centre`, brought to norm 1; the features are u u^T, each pair
-    once, those off the diagonal times sqrt(2), so that their norm is |u|^2 = 1.
-    """
-
-    kind: Literal["frequencies"] = "frequencies"
-    side: int = Field(8, ge=1, le=12)
-    centre: float = Field(0.13, ge=0, le=1)
-
-
-Feature = Annotated[Fourier | Wavelets | Frequencies, Field(discriminator="kind")]
+Feature = Annotated[Fourier | Wavelets, Field(discriminator="kind")]
 
 
 class Features(BaseModel):
@@ -75,12 +63,8 @@ class Features(BaseModel):
 
     @property
     def numbers(self) -> int:
-        """An upper bound, for one channel, of how many numbers a class's sum has."""
-        counts = [
-            part.side**2 * (part.side**2 + 1) // 2 if isinstance(part, Frequencies) else part.count
-            for part in self.parts
-        ]
-        return sum(counts)
+        """How many numbers of features a class's sum has."""
+        return sum(part.count for part in self.parts)
 
     @property
     def weights(self) -> list[float]:

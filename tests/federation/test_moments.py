@@ -10,7 +10,7 @@ from fl_dpgan.federation import wire
 from fl_dpgan.privacy.accountant import Event, calibrate, epsilon
 from fl_dpgan.runs import RunFolder
 
-MOMENTS = {"features": {"parts": [{"kind": "fourier", "count": 20}, {"kind": "frequencies", "side": 2}]}}
+MOMENTS = {"features": {"parts": [{"kind": "fourier", "count": 20}, {"kind": "wavelets", "count": 20, "side": 2}]}}
 ASKED = ("discriminator_update", "moment_release")
 
 

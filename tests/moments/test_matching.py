@@ -2,16 +2,23 @@ import torch
 
 from fl_dpgan.moments.features import FeatureMap
 from fl_dpgan.moments.matching import MomentMatching, class_means
-from fl_dpgan.privacy.moments import Features, Fourier, Frequencies
+from fl_dpgan.privacy.moments import Features, Fourier, Wavelets
 
-MAP = FeatureMap(Features(parts=(Fourier(count=30), Frequencies(side=3))), (1, 28, 28))
+MAP = FeatureMap(Features(parts=(Fourier(count=30), Wavelets(count=30, side=2))), (1, 28, 28))
 
 
 def matching(target=None, seen=(True, True), decay=0.9):
     made = MomentMatching(MAP, 2, decay=decay)
-    made.aim(torch.randn(2, MAP.length, generator=torch.Generator().manual_seed(3)) if target is None else target,
-             torch.tensor(seen))  # fmt: skip
+    if target is None:
+        target = torch.randn(2, MAP.length, generator=torch.Generator().manual_seed(3))
+    made.aim(sums_of(target, seen), 1e-3)
     return made
+
+
+def sums_of(means, seen):
+    """What sites with ten units of each class release, without noise; of a class that is not seen, with no unit."""
+    counts = 10.0 * torch.tensor(seen)[:, None]
+    return torch.cat([means * counts, MAP.count_weight * counts], dim=1).double()
 
 
 def images(seed=0, count=8):
@@ -70,7 +77,7 @@ def test_matching_does_not_reward_images_that_differ_less():
     random = torch.Generator().manual_seed(0)
     pool = torch.rand(4000, 1, 28, 28, generator=random) * 2 - 1
     made = MomentMatching(MAP, 1, decay=0.99)
-    made.aim(MAP(pool).mean(0, keepdim=True), torch.ones(1, dtype=torch.bool))
+    made.aim(sums_of(MAP(pool).mean(0, keepdim=True), (True,)), 1e-3)
     scale = torch.ones(1, requires_grad=True)  # of the images' deviation from their mean: below 1, they differ less
     centre = pool.mean(0)
 

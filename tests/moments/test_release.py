@@ -8,12 +8,12 @@ from scipy import stats
 from fl_dpgan.moments.features import FeatureMap
 from fl_dpgan.moments.release import noised_sums
 from fl_dpgan.privacy.accountant import Event
-from fl_dpgan.privacy.moments import Features, Fourier, Frequencies
+from fl_dpgan.privacy.moments import Features, Fourier, Wavelets
 from fl_dpgan.privacy.noise import KeyedGenerator
 from fl_dpgan.training.records import Records
 from tests.privacy.gaussian import assert_standard, assert_unrelated
 
-FEATURES = Features(parts=(Fourier(count=40), Frequencies(side=3, weight=3.0)), count_share=0.2)
+FEATURES = Features(parts=(Fourier(count=40), Wavelets(count=12, side=2, weight=3.0)), count_share=0.2)
 MAP = FeatureMap(FEATURES, (1, 28, 28))
 QUIET = Event(1.0, 0.01, 1, "moment_release")
 

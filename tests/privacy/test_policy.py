@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from fl_dpgan.errors import PolicyError
 from fl_dpgan.privacy.accountant import ORDERS, Event, best_order, calibrate, epsilon
 from fl_dpgan.privacy.clipping import Automatic, EpsilonAdaptive, Fixed, Quantile
-from fl_dpgan.privacy.moments import Features, Fourier, Frequencies
+from fl_dpgan.privacy.moments import Features, Fourier, Wavelets
 from fl_dpgan.privacy.plan import SitePlan
 from fl_dpgan.privacy.policy import Policy
 
@@ -34,7 +34,7 @@ def broken_rule(terms, plan, mechanism=UPDATE):
     return caught.value.rule
 
 
-MOMENTS = Features(parts=(Fourier(count=24), Frequencies(side=2)))  # 24 numbers and 10, of 4 frequencies' pairs
+MOMENTS = Features(parts=(Fourier(count=24), Wavelets(count=10)))  # 34 numbers
 AT_THE_LIMIT = {
     "eps_per_run": (4.0, {"eps_max": math.nextafter(4.0, 5)}),
     "largest_sample_rate": (0.1, {"batch_size": 11}),
