@@ -204,6 +204,8 @@ def test_plan_prints_a_table_or_json(monkeypatch, capsys):
     plan = json.loads(capsys.readouterr().out)
     assert f"sigma = {plan['noise_multiplier']:.4f}" in out
     assert 1.99 <= plan["tenths"][-1]["epsilon"] <= 2
+    assert run(monkeypatch, "budget", "plan", *options, "--moments", 4) == 0
+    assert "moment release with sigma = 4" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

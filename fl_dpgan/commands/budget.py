@@ -103,13 +103,20 @@ def plan(
     d_steps: Annotated[int, typer.Option("--d-steps", min=1, help="D steps in a round.")],
     eps: Annotated[float | None, typer.Option("--eps", help="The budget: which sigma would fit?")] = None,
     sigma: Annotated[float | None, typer.Option("--sigma", help="The noise: what would it cost?")] = None,
+    moments: Annotated[
+        float | None,
+        typer.Option("--moments", help="Noise of a moment release before the first round, if there is one."),
+    ] = None,
     delta: Annotated[float, typer.Option("--delta")] = 1e-5,
     as_json: AsJson = False,
 ) -> None:
     """What would a plan cost, or which noise would fit? Nothing is run."""
     from fl_dpgan.report.forecast import forecast, forecast_table
 
-    found = forecast(records=records, rate=rate, rounds=rounds, d_steps=d_steps, delta=delta, eps=eps, sigma=sigma)
+    found = forecast(
+        records=records, rate=rate, rounds=rounds, d_steps=d_steps, delta=delta,
+        eps=eps, sigma=sigma, moment_sigma=moments,
+    )  # fmt: skip
     if as_json:
         print(json.dumps(found, indent=2))
     else:

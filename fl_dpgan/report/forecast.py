@@ -1,6 +1,7 @@
 """What a plan would cost, before anyone runs anything: epsilon after each tenth of it, and the tighter PRV figure."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
@@ -13,17 +14,19 @@ _PRV_POINTS = 2**23  # the largest grid: half a gigabyte and some seconds
 
 
 def forecast(
-    *, records: int, rate: float, rounds: int, d_steps: int, delta: float, eps: float | None, sigma: float | None
-) -> dict[str, Any]:
+    *, records: int, rate: float, rounds: int, d_steps: int, delta: float,
+    eps: float | None, sigma: float | None, moment_sigma: float | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Cost of a plan of `rounds` rounds with `d_steps` D steps each, at rate `rate`, for a site of `records` units.
 
     Args:
         eps: calibrate sigma so that the whole plan costs at most this. sigma: or give it. Exactly one of the two.
+        moment_sigma: noise multiplier of a moment release before the first round; left out, there is none.
 
     Returns:
-        The plan's numbers and `tenths`, a list of `round`, `steps`, `epsilon` (RDP at the plan's order, as a ledger
-        counts) and `prv` (Gopi et al., arXiv 2106.02848; an upper bound, valid for a plan that is fixed in advance;
-        `epsilon` where that is lower, None where the grid would be too large).
+        The plan's numbers and `tenths`, a list of `round` (0 is after the moment release), `steps`, `epsilon` (RDP at
+        the plan's order, as a ledger counts) and `prv` (Gopi et al., arXiv 2106.02848; an upper bound, valid for a plan
+        that is fixed in advance; `epsilon` where that is lower, None where the grid would be too large).
 
     Raises:
         ConfigError: a value is out of its range, delta is too large, or no noise fits.
@@ -37,20 +40,21 @@ def forecast(
     if 0 < rate < 1 / records:
         raise ConfigError(f"rate = {rate:g} is less than one record a D step; give at least 1/N^ = {1 / records:.1e}")
     steps = rounds * d_steps
+    first = () if moment_sigma is None else (Event(1.0, moment_sigma, 1, "moment_release"),)
     whole = Event(rate, 1.0 if sigma is None else sigma, steps)
     if eps is not None:
-        found = calibrate(eps_max=eps, delta=delta, sample_rate=rate, steps=steps)
+        found = calibrate(eps_max=eps, delta=delta, sample_rate=rate, steps=steps, others=first)
         whole = Event(rate, found, steps)
-    order = best_order([whole], delta)
+    order = best_order([*first, whole], delta)
     ends = sorted({math.ceil(rounds * tenth / 10) for tenth in range(1, 11)})
     tenths = []
-    for end in ends:
-        event = Event(rate, whole.noise_multiplier, end * d_steps)
-        spent = epsilon([event], order, delta)
-        tenths.append({"round": end, "steps": event.count, "epsilon": spent, "prv": _prv(event, delta, spent)})
+    for end in [0, *ends] if first else ends:
+        done = (*first, Event(rate, whole.noise_multiplier, end * d_steps)) if end else first
+        spent = epsilon(done, order, delta)
+        tenths.append({"round": end, "steps": end * d_steps, "epsilon": spent, "prv": _prv(done, delta, spent)})
     return {
         "records": records, "batch_size": records * rate, "sample_rate": rate,
-        "noise_multiplier": whole.noise_multiplier,
+        "noise_multiplier": whole.noise_multiplier, "moment_noise": moment_sigma,
         "delta": delta, "order": order, "rounds": rounds, "d_steps": d_steps, "tenths": tenths,
     }  # fmt: skip
 
@@ -62,6 +66,8 @@ def forecast_table(plan: dict[str, Any]) -> Table:
         f"sigma = {sigma:.4f}, q = {plan['sample_rate']:g} (B = {plan['batch_size']:g}), "
         f"delta = {plan['delta']:g}, order {plan['order']:g}"
     )
+    if plan["moment_noise"] is not None:
+        title += f"; before round 1 a moment release with sigma = {plan['moment_noise']:g}"
     table = Table(title=title, caption="epsilon: as a ledger counts, valid whatever is decided on the way; "
                   "PRV: tighter, valid for this plan only if it is fixed in advance")  # fmt: skip
     for heading in ("round", "D steps", "epsilon", "PRV"):
@@ -73,14 +79,14 @@ def forecast_table(plan: dict[str, Any]) -> Table:
     return table
 
 
-def _prv(event: Event, delta: float, spent: float) -> float | None:
+def _prv(events: Sequence[Event], delta: float, spent: float) -> float | None:
     """Opacus' PRV accountant, or `spent`; None where it cannot resolve the figure (little noise, or many steps)."""
-    if _prv_points(event, delta) > _PRV_POINTS:
+    if _prv_points(events, delta) > _PRV_POINTS:
         return None
     from opacus.accountants import PRVAccountant
 
     accountant = PRVAccountant()
-    accountant.history = [(event.noise_multiplier, event.sample_rate, event.count)]
+    accountant.history = [(event.noise_multiplier, event.sample_rate, event.count) for event in events]
     try:
         found = float(accountant.get_epsilon(delta=delta, eps_error=_PRV_ERROR))
     except (ValueError, RuntimeError, ArithmeticError):
@@ -88,11 +94,11 @@ def _prv(event: Event, delta: float, spent: float) -> float | None:
     return min(found, spent) if math.isfinite(found) else None
 
 
-def _prv_points(event: Event, delta: float) -> float:
+def _prv_points(events: Sequence[Event], delta: float) -> float:
     """How many points the PRV accountant's grid would have, as Opacus lays it out."""
-    delta_error = delta / 1000
-    one = Event(event.sample_rate, event.noise_multiplier, 1)
-    parts = ((event, delta_error / 4), (one, delta_error / (8 * event.count)))
-    reach = max(epsilon([part], best_order([part], at), at) for part, at in parts)
-    mesh = _PRV_ERROR / math.sqrt(event.count * math.log(12 / delta_error) / 2)
+    delta_error, count = delta / 1000, sum(event.count for event in events)
+    ones = [Event(event.sample_rate, event.noise_multiplier, 1) for event in events]
+    parts = [(events, delta_error / 4), *(([one], delta_error / (8 * count)) for one in ones)]
+    reach = max(epsilon(part, best_order(part, at), at) for part, at in parts)
+    mesh = _PRV_ERROR / math.sqrt(count * math.log(12 / delta_error) / 2)
     return 2 * (reach + 3) / mesh

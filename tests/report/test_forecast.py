@@ -16,8 +16,12 @@ from fl_dpgan.report.forecast import forecast
 PLAN = {"records": 1000, "rate": 0.05, "rounds": 40, "d_steps": 5, "delta": 1e-5, "eps": None, "sigma": None}
 
 
-def composed(accountant, *, rate: float, sigma: float, steps: int):
+def composed(accountant, *, rate: float, sigma: float, steps: int, moment_sigma: float | None = None):
     step = dp_accounting.GaussianDpEvent(sigma)
+    if moment_sigma is not None:
+        accountant = accountant.compose(dp_accounting.GaussianDpEvent(moment_sigma))
+    if steps == 0:
+        return accountant
     return accountant.compose(dp_accounting.PoissonSampledDpEvent(rate, step) if rate < 1 else step, steps)
 
 
@@ -36,6 +40,23 @@ def test_each_tenth_costs_what_dp_accounting_says(changes):
         assert row["prv"] <= row["epsilon"]
     tight = composed(pld.PLDAccountant(value_discretization_interval=1e-4), **at).get_epsilon(1e-5)
     assert 0.995 * tight <= plan["tenths"][-1]["prv"] <= 1.05 * tight
+
+
+@pytest.mark.parametrize("changes", [{"sigma": 1.2}, {"eps": 4.0, "rate": 0.01}])
+def test_a_moment_release_comes_first_and_counts_in_every_row(changes):
+    plan = forecast(**PLAN | changes, moment_sigma=2.0)
+    assert [row["round"] for row in plan["tenths"]] == [0, *(math.ceil(40 * i / 10) for i in range(1, 11))]
+    assert plan["moment_noise"] == 2.0
+    for row in plan["tenths"]:
+        at = {"rate": plan["sample_rate"], "sigma": plan["noise_multiplier"], "steps": row["round"] * 5}
+        assert row["steps"] == at["steps"]
+        expected = composed(rdp.RdpAccountant(orders=[plan["order"]]), **at, moment_sigma=2.0).get_epsilon(1e-5)
+        assert row["epsilon"] == pytest.approx(expected, rel=1e-3)
+        assert row["prv"] <= row["epsilon"]
+    tight = composed(pld.PLDAccountant(value_discretization_interval=1e-4), **at, moment_sigma=2.0).get_epsilon(1e-5)
+    assert 0.995 * tight <= plan["tenths"][-1]["prv"] <= 1.05 * tight
+    if "eps" in changes:
+        assert 3.99 <= plan["tenths"][-1]["epsilon"] <= 4
 
 
 @pytest.mark.parametrize("eps", [0.5, 3.0, 10.0])
@@ -74,6 +95,9 @@ def test_a_plan_of_few_rounds_has_a_row_a_round(rounds, ends):
         ({"eps": -1.0}, "not a budget"),
         ({"eps": 1e-4, "rate": 1.0, "delta": 1e-12}, "no noise multiplier fits"),
         ({"sigma": 1.0, "rounds": 10**6, "d_steps": 10**6}, "steps"),
+        ({"sigma": 1.0, "moment_sigma": 0.0}, "sigma"),
+        ({"sigma": 1.0, "moment_sigma": math.nan}, "sigma"),
+        ({"eps": 1.0, "moment_sigma": 0.5}, "beside 1 other events"),
     ],
 )
 def test_an_impossible_plan_is_refused_on_one_line(changes, says):
@@ -90,6 +114,8 @@ def test_an_impossible_plan_is_refused_on_one_line(changes, says):
         {"--rate": 1.0, "--sigma": 0.3, "--rounds": 2},
         {"--sigma": 1e6},
         {"--rate": 0.001, "--sigma": 1.0, "--rounds": 10**6, "--d-steps": 1000},
+        {"--sigma": 1.0, "--moments": 0.01},
+        {"--sigma": 1.0, "--moments": 1e6},
     ],
 )
 def test_an_extreme_plan_gets_a_finite_figure_and_no_warning(monkeypatch, capfd, recwarn, changes):
